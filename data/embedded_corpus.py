@@ -1,0 +1,371 @@
+"""
+Byte-token shards without the network.
+
+    python data/embedded_corpus.py               # the default corpus -> data/embedded/ (79 MB)
+    python data/embedded_corpus.py --text DIR    # any folder of text -> data/<name of DIR>/
+    python data/embedded_corpus.py --text DIR --out FOLDER
+
+The default corpus is the Python source inside the pinned torch wheel: 2,013 documents, 39,380,222 bytes, the same on
+every platform. Its shards are compared with the sha256 below at every call and made again where they differ; good
+shards need no torch at all.
+
+With --text every file below DIR is a document, byte for byte. Left out, and counted: hidden, empty and binary files
+(a zero byte in the first 64 KiB), links, and what is no regular file. The documents are ordered by the sha256 of their
+name; the last tenth (at most 10 MiB) is validation, and a document that lies across that line is divided there.
+
+A shard is 256 int32 (20240520, 1, number of tokens, zeros), then the tokens as uint16. Token 256 starts a document.
+"""
+
+import argparse
+import base64
+import csv
+import errno
+import fcntl
+import glob
+import hashlib
+import importlib.metadata
+import os
+import re
+import shlex
+import struct
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+MAGIC, VERSION, HEADER_BYTES, TOKEN_BYTES = 20240520, 1, 1024, 2
+DOCUMENT_TOKEN = 256
+MAX_SHARD_TOKENS = 100_000_000  # as FineWeb's
+
+PINNED_TORCH = "2.13.0"
+LEFT_OUT = ("torch/version.py", "torch/testing/", "torch/_vendor/", "torch/sparse/_triton_ops_meta.py")
+SHA256 = {
+    "embedded_train_000001.bin": "428f3b435690b2b9bc4de8e051a81ae6ea6b021ee80ecea1c13595ef8086a178",
+    "embedded_val_000000.bin": "63672a6c7147f003c2b989eab5c6645ca6fdb82e9f829ca1050d5f38587c975f",
+}
+
+HERE = Path(__file__).resolve().parent
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared with cached_fineweb10B.py: how a script ends, one process per folder, a file's digest
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Problem(Exception):
+    """What a user can mend: one line that names the file, setting or value and says what to do."""
+
+
+def one_line_parser(doc, **options):
+    """An argument parser with the docstring as its help, whose complaints are Problems."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
+    )
+
+    def error(message):
+        raise Problem(f"{message} (--help shows the usage)")
+
+    parser.error = error
+    return parser
+
+
+def run_script(main):
+    """Exit with main()'s code; 2 and one line for what a user can mend, 130 and one line for Ctrl-C."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be UTF-8
+    line = ""
+    try:
+        code = main() or 0
+    except KeyboardInterrupt:
+        line, code = "interrupted; the same call again finishes the job", 130
+    except Problem as problem:
+        line, code = str(problem), 2
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "free some space or choose another folder" if full else "check the path and its permissions"
+        line, code = f"{error.filename or 'writing'}: {error.strerror or error}; {advice}", 2
+    if line:
+        print(f"{Path(sys.argv[0]).name}: {' '.join(line.split())}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not sys.exit: that waits for threads, and one may sit in a connect or read for minutes
+
+
+@contextmanager
+def one_process(folder):
+    """Hold FOLDER/.lock: one process works, the others wait. The kernel frees the lock of a killed process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, told = folder / ".lock", False
+    while True:
+        with open(path, "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not told:
+                    print(f"another process is at work in {folder}: waiting for it", file=sys.stderr, flush=True)
+                told = True
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            # Its holder removes the file when done, so this may be the lock of a file that is gone: then once more
+            if is_named(lock, path):
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+
+
+def is_named(file, path):
+    """Is this open file the one that now has this name?"""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def sha256_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def temporary(path):
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write_shard(path, documents):
+    """Write documents (each an iterable of bytes) under the shard's temporary name; returns its number of tokens."""
+    import numpy as np
+
+    try:
+        with open(temporary(path), "wb") as file:
+            file.write(bytes(HEADER_BYTES))
+            for document in documents:
+                np.array([DOCUMENT_TOKEN], "<u2").tofile(file)
+                for piece in document:
+                    file.write(np.frombuffer(piece, np.uint8).astype("<u2"))
+            tokens = (file.tell() - HEADER_BYTES) // TOKEN_BYTES
+            file.seek(0)
+            file.write(struct.pack("<3i", MAGIC, VERSION, tokens))
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a failed write does not name its file
+        raise
+    return tokens
+
+
+def put_in_place(folder, paths):
+    """Give finished shards their names; shards of an earlier call that had more of them go."""
+    for path in paths:
+        os.replace(temporary(path), path)
+    for path in set(folder.glob(f"{glob.escape(folder.name)}_*_[0-9]*.bin")) - set(paths):
+        path.unlink()
+
+
+def remove_temporaries(folder):
+    for path in folder.glob(f".{glob.escape(folder.name)}_*.bin.tmp"):
+        path.unlink()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The embedded corpus
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def embedded(folder):
+    """Make sure that the default corpus is in the folder, with the sha256 stated above."""
+    if not good_shards(folder):
+        with one_process(folder):
+            if not good_shards(folder):
+                build_embedded(folder)
+    print(f"{folder}: 2,013 documents, 39,380,222 bytes; sha256 as stated")
+
+
+def good_shards(folder):
+    return all((folder / name).is_file() and sha256_of(folder / name) == SHA256[name] for name in SHA256)
+
+
+def build_embedded(folder):
+    torch = pinned_torch()
+    documents = torch_documents(torch)
+    shards = {name: [[text] for digest, text in documents if (digest[0] < 8) == ("val" in name)] for name in SHA256}
+    try:
+        for name in shards:
+            write_shard(folder / name, shards[name])
+        if any(sha256_of(temporary(folder / name)) != SHA256[name] for name in SHA256):
+            raise Problem(f"the source of the installed torch is not that of {PINNED_TORCH}: {what_differs(torch)}")
+        put_in_place(folder, [folder / name for name in SHA256])
+    finally:
+        remove_temporaries(folder)
+
+
+def pinned_torch():
+    """The installed torch as its metadata tell it: nothing is imported, and CPU and CUDA builds are alike."""
+    advice = f"the embedded corpus is the source of torch {PINNED_TORCH}: pip install torch=={PINNED_TORCH}"
+    try:
+        torch = importlib.metadata.distribution("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise Problem(f"torch is not installed for {sys.executable}; {advice}") from None
+    if torch.version.split("+")[0] != PINNED_TORCH:
+        raise Problem(f"the installed torch is {torch.version}; {advice}")
+    if not torch.read_text("RECORD"):
+        raise Problem(f"the installed torch has no RECORD, so it is not from a wheel; {advice}")
+    return torch
+
+
+def corpus_names(torch):
+    """{name: sha256 as the wheel states it} of the documents, from the wheel's RECORD."""
+    rows = csv.reader(torch.read_text("RECORD").splitlines())
+    return {
+        name: stated
+        for name, stated, _ in rows
+        if name.startswith("torch/") and name.endswith(".py")
+        if not name.startswith(LEFT_OUT) and "serialized_patterns" not in name
+    }
+
+
+def torch_documents(torch):
+    """(sha256 of the name, text) of every document that is not empty, in the order of the digests."""
+    documents = []
+    for name in corpus_names(torch):
+        try:
+            text = Path(torch.locate_file(name)).read_bytes().replace(b"\r\n", b"\n")
+        except FileNotFoundError:
+            continue  # the sha256 will be wrong, and what_differs() says which file is gone
+        if text:
+            documents.append((hashlib.sha256(name.encode()).digest(), text))
+    return sorted(documents)
+
+
+def what_differs(torch):
+    """Which files are not as the wheel brought them, in words."""
+    changed = []
+    for name, stated in corpus_names(torch).items():
+        path = Path(torch.locate_file(name))
+        digest = hashlib.sha256(path.read_bytes()).digest() if path.exists() else b""
+        if base64.urlsafe_b64encode(digest).decode().rstrip("=") != stated.removeprefix("sha256="):
+            changed.append(str(path))
+    again = f"pip install --force-reinstall --no-deps torch=={PINNED_TORCH}"
+    if not changed:
+        return f"its RECORD lists other files than the published wheel's; {again}"
+    return f"{changed[0]}{f' and {len(changed) - 1} more' * (len(changed) > 1)} changed or missing; {again}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Anybody's text
+# ---------------------------------------------------------------------------------------------------------------------
+
+VALIDATION_SHARE, MAX_VALIDATION_TOKENS = 10, 10 * 2**20 + 1
+LEAST_SEQUENCE = 128  # one block of attention: the shortest sequence that train_gpt.py takes
+ENOUGH_VALIDATION = 2**18  # what the CPU track validates on
+
+
+def text(source, folder):
+    """Turn every text file below source into shards named after their folder, and say how to train on them."""
+    documents = text_files(source)
+    total = sum(1 + end for _, _, end in documents)
+    validation_tokens = min(total // VALIDATION_SHARE, MAX_VALIDATION_TOKENS)
+    if validation_tokens <= LEAST_SEQUENCE:
+        least = VALIDATION_SHARE * (LEAST_SEQUENCE + 1)
+        raise Problem(f"{source}: {total} bytes of text in {len(documents)} files; at least {least} are needed")
+    training, validation = cut(documents, total - validation_tokens)
+    shards = {folder / f"{folder.name}_val_000000.bin": validation}
+    while training:
+        shard, training = cut(training, MAX_SHARD_TOKENS)
+        shards[folder / f"{folder.name}_train_{len(shards):06d}.bin"] = shard
+    with one_process(folder):
+        try:
+            tokens = [write_shard(path, (read(*document) for document in shards[path])) for path in shards]
+            put_in_place(folder, shards)
+        finally:
+            remove_temporaries(folder)
+    print(f"{folder}: {len(documents)} documents, {sum(tokens[1:]):,} training tokens in {len(tokens) - 1} shards,")
+    print(f"{tokens[0]:,} validation tokens. To train on them:")
+    print(training_command(folder, tokens[0]))
+
+
+def text_files(source):
+    """(path, 0, size) of every text file below source, shuffled once and for all by the sha256 of its name."""
+    if not source.is_dir():
+        raise Problem(f"--text {source}: no such folder")
+    documents, left_out = [], 0
+    for parent, folders, names in os.walk(source, onerror=raise_it):
+        left_out += sum(name.startswith(".") for name in folders)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(parent, name) for name in names):
+            if path.name.startswith(".") or path.is_symlink() or not path.is_file() or not is_text(path):
+                left_out += 1
+            else:
+                documents.append((path, 0, path.stat().st_size))
+    if left_out:
+        print(f"left out {left_out} of {left_out + len(documents)}: hidden, empty, binary, links or no regular files")
+    if not documents:
+        raise Problem(f"--text {source}: no text file in this folder")
+    return sorted(documents, key=lambda document: hashlib.sha256(os.fsencode(document[0].relative_to(source))).digest())
+
+
+def raise_it(error):
+    raise error
+
+
+def is_text(path):
+    with open(path, "rb") as file:
+        beginning = file.read(1 << 16)
+    return bool(beginning) and b"\0" not in beginning
+
+
+def cut(documents, tokens):
+    """Divide documents (path, start, end) into those that fill this many tokens and the rest, inside one if need be."""
+    taken = []
+    for index, (path, start, end) in enumerate(documents):
+        middle = start + tokens - 1  # one for the document token
+        if middle <= start:
+            return taken, documents[index:]
+        if middle < end:
+            return [*taken, (path, start, middle)], [(path, middle, end), *documents[index + 1 :]]
+        taken.append((path, start, end))
+        tokens -= 1 + end - start
+    return taken, []
+
+
+def read(path, start, end):
+    """The bytes of a file from start to end, in pieces, so that a document may be larger than memory."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        while piece := file.read(min(1 << 24, end - file.tell())):
+            yield piece
+
+
+def training_command(folder, validation_tokens):
+    """How to train on these shards; a power of two is whole sequences for every sequence length up to it."""
+    whole = 2 ** ((validation_tokens - 1).bit_length() - 1)  # one token less: the targets are shifted by one
+    root = HERE.parent
+    shown = Path(glob.escape(str(folder.relative_to(root) if folder.is_relative_to(root) else folder)))
+    files = {key: shlex.quote(str(shown / f"{glob.escape(folder.name)}_{key}_*.bin")) for key in ("train", "val")}
+    return (
+        f"python train_gpt.py --train_files {files['train']} --val_files {files['val']}"
+        f" --val_tokens {min(whole, ENOUGH_VALIDATION)}"
+    )
+
+
+def main():
+    parser = one_line_parser(__doc__)
+    parser.add_argument("--text", metavar="DIR", type=Path, help="make shards of this folder's text files instead")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help="where to (default: data/<name of DIR>)")
+    args = parser.parse_args()
+    if args.text is None:
+        if args.out:
+            raise Problem(f"--out {args.out} goes with --text; the default corpus belongs in {HERE / 'embedded'}")
+        return embedded(HERE / "embedded")
+    name = re.sub(r"[^\w.-]", "_", args.text.resolve().name, flags=re.ASCII).lstrip(".") or "text"
+    folder = (args.out or HERE / name).resolve()
+    if folder == HERE / "embedded":
+        raise Problem(f"{folder} is the default corpus's own; choose another with --out")
+    text(args.text, folder)
+
+
+if __name__ == "__main__":
+    run_script(main)
