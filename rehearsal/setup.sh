@@ -62,7 +62,8 @@ compile_null_gpu() {
         -Wl,-soname,libcuda.so.1 -o "$library.$$" -ldl -lpthread >"$log" 2>&1 ||
         cannot "the null GPU did not compile; see $log"
     mv "$library.$$" "$library"
-    ln -sf libcuda.so.1 "$home/lib/libcuda.so"   # the name that Triton links its launchers against
+    ln -sf libcuda.so.1 "$home/lib/libcuda.so"           # the name that Triton links its launchers against
+    ln -sf libcuda.so.1 "$home/lib/libnvidia-ml.so.1"    # the name that torch opens
 }
 
 check_machine

@@ -1,0 +1,91 @@
+"""Rehearses a training run on GPUs that are not there, and reports what would go wrong.
+
+    python -m rehearsal                                 the current script at full size on 8 pretended H100s
+    python -m rehearsal 2025-01-04_SoftCap              a record
+    python -m rehearsal --processes 2 --num_layers 4    any setting of the script can be given
+    python -m rehearsal --gpu_memory 24                 on cards of 24 GiB; --gpu_capability 8.6 for another kind
+
+Exit code 0: nothing wrong. 1: something was found. 2: bad usage, or it cannot be done on this machine.
+Losses and times of a rehearsal mean nothing. Peak memory and kernel resources do.
+"""
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from rehearsal import launch, report
+from rehearsal.launch import CannotRehearse, say
+
+
+def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    parser = argparse.ArgumentParser(
+        prog="rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("script", nargs="?", default=str(launch.HERE.parent / "train_gpt.py"),
+                        help="a record or the path of a script (default: train_gpt.py)")
+    parser.add_argument("--processes", type=int, default=8, help="ranks (default: 8)")
+    parser.add_argument("--gpu_memory", type=float, help="GiB of each card (default: 79.1, an H100)")
+    parser.add_argument("--gpu_capability", help="compute capability of the cards (default: 9.0)")
+    parser.add_argument("--output", type=Path, help="folder for logs and report.json (default: a new one)")
+    parser.add_argument("--cache", type=Path, help="compile cache to use again; its kernels are all reported")
+    parser.add_argument("--timeout", type=float, default=60, help="minutes until a run is given up (default: 60)")
+    parser.add_argument("--no_fill", action="store_true", help="do not fill the compile cache with one rank first")
+    ours, rest = parser.parse_known_args(arguments)
+    if ours.processes < 1:
+        raise CannotRehearse(f"--processes {ours.processes}: at least 1")
+    return ours, pair_up(rest)
+
+
+def pair_up(words: list[str]) -> dict[str, str]:
+    """['--a', '1', '--b=2'] -> {'a': '1', 'b': '2'}"""
+    settings, words = {}, list(words)
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if not name.startswith("--") or not (equals or words):
+            raise CannotRehearse(f"{name}: settings are given as --name value")
+        settings[name[2:]] = value if equals else words.pop(0)
+    return settings
+
+
+def rehearse(ours: argparse.Namespace, given: dict[str, str]) -> dict:
+    launch.set_up()
+    script = launch.find_script(ours.script)
+    output = ours.output or launch.home() / "runs" / time.strftime("%Y%m%d-%H%M%S")
+    output = output.resolve()
+    cache = (ours.cache or output / "cache").resolve()
+    settings = launch.choose_settings(script, given, output / "data")
+    card = launch.Card(max(8, ours.processes), ours.gpu_memory, ours.gpu_capability)
+
+    def run(processes: int, name: str, on: launch.Card) -> launch.Run:
+        say(f"{name}, {processes} {'process' if processes == 1 else 'processes'}; follow it in {output / name}")
+        done = launch.run(script, settings, processes, output / name, cache, on, ours.timeout * 60)
+        say(f"{name} ended after {done.seconds:.0f} s")
+        return done
+
+    main = None
+    if ours.processes > 1 and not ours.no_fill:
+        alone = run(1, "alone", card)     # fills the compile cache for the others
+        main = alone if alone.exit_code != 0 else None      # what fails alone need not be tried by eight
+    main = main or run(ours.processes, "rehearsal", card)
+    found = report.collect(main, script, settings, cache)
+    if found["out_of_memory"]:
+        plenty = launch.Card(card.count, launch.PLENTY_GIB, card.capability)
+        report.explain_out_of_memory(found, report.collect(run(1, "measuring", plenty), script, settings, cache))
+    found["findings"] = report.findings(found)
+    found["folder"] = str(output)
+    (output / "report.json").write_text(json.dumps(found, indent=2))
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        found = rehearse(*parse_arguments(arguments))
+    except CannotRehearse as error:
+        print(f"rehearse: {error}", file=sys.stderr)
+        return 2
+    print(report.as_text(found))
+    return 1 if found["findings"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

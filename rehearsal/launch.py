@@ -1,0 +1,139 @@
+"""Running a training script on null GPUs: what torchrun starts, in which environment, with which settings."""
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rehearsal import readings, shards
+
+HERE = Path(__file__).resolve().parent
+PLENTY_GIB = 4096                 # a card on which nothing is too large: to learn what a run would need
+SMALL_RUN = {                     # a few steps that touch everything: window changes, validation, checkpoint
+    "num_iterations": "4",
+    "warmup_steps": "2",
+    "val_loss_every": "2",
+    "save_every": "4",
+}
+VALIDATION_SEQUENCES = 8
+SPARE_STEPS = 4                   # shard tokens beyond the steps: warm-up, and loaders that read ahead
+
+
+class CannotRehearse(Exception):
+    """Bad usage or a machine on which it cannot be done: one line, exit code 2."""
+
+
+@dataclass(frozen=True)
+class Card:
+    count: int
+    memory_gib: float | None = None
+    capability: str | None = None
+
+    def environment(self) -> dict[str, str]:
+        values = {"NULLGPU_COUNT": self.count, "NULLGPU_MEMORY_GIB": self.memory_gib,
+                  "NULLGPU_CAPABILITY": self.capability}
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    processes: int
+    exit_code: int | None         # None: it took too long and was ended
+    seconds: float
+
+
+def home() -> Path:
+    return Path(os.environ.get("REHEARSAL_HOME") or Path.home() / ".cache" / "speedrun-rehearsal")
+
+
+def venv() -> Path:
+    return Path(os.environ.get("REHEARSAL_VENV") or home() / "venv")
+
+
+def set_up() -> None:
+    result = subprocess.run([HERE / "setup.sh"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if result.returncode:
+        raise CannotRehearse(result.stderr.strip().splitlines()[-1].removeprefix("rehearsal: "))
+
+
+def cuobjdump() -> Path:
+    return next(venv().glob("lib/python3*/site-packages/triton/backends/nvidia/bin/cuobjdump"))
+
+
+def find_script(name: str) -> Path:
+    """A path to a script or a record's folder, or a record's name or the end of it."""
+    root = HERE.parent
+    candidates = [Path(name), Path(name) / "train_gpt.py", *sorted(root.glob(f"records/*{name}/train_gpt.py"))]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    raise CannotRehearse(f"{name} is neither a script nor a record")
+
+
+def choose_settings(script: Path, given: dict[str, str], data: Path) -> dict[str, str]:
+    """The script's own defaults, few steps on made-up data, and on top what the user gave."""
+    known = readings.settings_of(script.read_text())
+    resolved = {**known, **{name: value for name, value in SMALL_RUN.items() if name in known}, **given}
+    sequence = int(resolved.get("sequence_length") or 65536)
+    batch = sequence * int(resolved.get("batch_sequences") or 8)
+    settings = {name: value for name, value in SMALL_RUN.items() if name in known}
+    if "val_tokens" in known:
+        settings["val_tokens"] = str(VALIDATION_SEQUENCES * sequence)
+    settings |= given
+    train_tokens = batch * (int(resolved.get("num_iterations") or 4) + SPARE_STEPS) + 1
+    files = shards.write_shards(data, train_tokens, int(settings.get("val_tokens") or batch) + sequence + 1)
+    return {name: value for name, value in files.items() if name in known} | settings
+
+
+def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str, str]:
+    library = home() / "lib"
+    packages = str(HERE / "watch")
+    ours = {
+        "PATH": f"{venv() / 'bin'}:{HERE / 'nullgpu' / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": packages,
+        "PYTHONUNBUFFERED": "1",
+        "LD_PRELOAD": str(library / "libcuda.so.1"),
+        "LD_LIBRARY_PATH": str(library),
+        "TRITON_LIBCUDA_PATH": str(library),
+        "CUDA_MODULE_LOADING": "LAZY",
+        "NULLGPU_TRACE": str(folder),
+        "REHEARSAL_FOLDER": str(folder),
+        "REHEARSAL_SCRIPT": str(script),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",     # many ranks share few cores here
+        "OMP_NUM_THREADS": "1",
+        "TORCH_LOGS": "graph_breaks,recompiles",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    }
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONWARNINGS", "VIRTUAL_ENV")}
+    return inherited | ours | card.environment()
+
+
+def run(script: Path, settings: dict[str, str], processes: int, folder: Path, cache: Path, card: Card,
+        timeout: float) -> Run:
+    """torchrun with that many ranks in a folder of its own; checkpoints are thrown away afterwards."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    command = [str(venv() / "bin" / "torchrun"), "--standalone", f"--nproc_per_node={processes}", str(script), *flags]
+    began = time.monotonic()
+    with open(folder / "torchrun.log", "w") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment(folder, cache, script, card), stdout=log, stderr=log,
+            stdin=subprocess.DEVNULL)
+        try:
+            exit_code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            if process.poll() is None:
+                process.terminate()     # torchrun passes it on to its ranks
+                process.wait()
+    return Run(folder, processes, exit_code, time.monotonic() - began)
+
+
+def say(text: str) -> None:
+    print(f"rehearsal: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,274 @@
+"""What the files of a rehearsal say: logs, collectives, kernels. Text in, plain values out."""
+import ast
+import json
+import re
+import subprocess
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+OPTIMIZER_MARK = "[rehearsal] Optimizer "
+WARNED_FROM = "[rehearsal] warned from "
+STEP_LINE = re.compile(r"^step:(\d+)/(\d+) .*train_time:")
+VALIDATION_LINE = re.compile(r"^step:\d+/\d+ val_loss:")
+DYNAMO_LINE = re.compile(r"\[(\d+/\d+)(?:_\d+)?\] \[__(graph_breaks|recompiles)\] ?(.*)$")
+GRAPH_BREAK = re.compile(r"^Graph break (?:in|from) .*? at (\S+:\d+)")
+RECOMPILE = re.compile(r"^Recompiling function (\S+) in (\S+:\d+)")
+PYTHON_WARNING = re.compile(r"^(?:\[rank\d+\]:\s?)?(\S+:\d+): (\w*Warning): (.*)$")
+NATIVE_WARNING = re.compile(r"^(?:\[rank\d+\]:\s?)?\[W\d.*?\] (?:Warning: )?(.*)$")
+MISMATCH = re.compile(
+    r"Rank (\d+) is running collective: CollectiveFingerPrint\((.*?)TensorDtypes=(\w+).*?"
+    r"but Rank (\d+) is running collective: CollectiveFingerPrint\((.*?)TensorDtypes=(\w+)")
+TRACEBACK_END = re.compile(r"^(?:\[rank\d+\]:\s?)?((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b.*)$")
+USER_ERROR = re.compile(r"^train_gpt: (.*)$")
+
+
+# ---- The log of a rank
+
+@dataclass
+class Found:
+    """A graph break, a recompile or a warning: where it is, why, and whether the clock was running."""
+    place: str
+    reason: str
+    compile_id: str = ""
+    after_warmup: bool = False
+    ranks: list[int] = field(default_factory=list)
+
+
+@dataclass
+class RankLog:
+    graph_breaks: list[Found] = field(default_factory=list)
+    recompiles: list[Found] = field(default_factory=list)
+    deprecations: list[Found] = field(default_factory=list)
+    last_step: int = 0
+    steps: int = 0
+    validations: int = 0
+    error: str = ""
+    mismatch: str = ""
+    warmup_marks: int | None = None     # optimizer steps before the clock started; None if it never did
+
+
+def marks_of_warmup(lines: list[str]) -> tuple[int | None, int]:
+    """How many optimizer marks belong to the warm-up, and from which line on the clock runs for certain."""
+    optimizers = {line.split()[2] for line in lines if line.startswith(OPTIMIZER_MARK)}
+    marks = 0
+    for number, line in enumerate(lines):
+        if line.startswith(OPTIMIZER_MARK):
+            marks += 1
+        elif found := STEP_LINE.match(line):
+            steps_done = int(found[1])
+            return max(0, marks - steps_done * len(optimizers)), number
+    return None, len(lines)
+
+
+def dynamo_note(lines: list[str], number: int, kind: str) -> str:
+    """The reason in the lines below the first one of a graph break or recompile."""
+    reasons = []
+    for line in lines[number + 1:number + 40]:
+        found = DYNAMO_LINE.search(line)
+        if not found or found[2] != kind or GRAPH_BREAK.match(found[3]) or RECOMPILE.match(found[3]):
+            break
+        reasons.append(found[3].strip())
+    if kind == "recompiles":
+        guards = [r.split("# ")[0].strip("- ") for r in reasons if re.match(r"- \d+/\d+: ", r)]
+        return "; ".join(" ".join(guard.split()) for guard in guards)
+    explained = [r.partition(": ")[2] for r in reasons if r.startswith("Explanation: ")]
+    return explained[0] if explained else " ".join(reasons[:1]).removeprefix("Graph Break Reason: ")
+
+
+def deprecation(lines: list[str], number: int) -> Found | None:
+    if found := PYTHON_WARNING.match(lines[number]):
+        place, category, reason = found.groups()
+        hidden = category in ("DeprecationWarning", "PendingDeprecationWarning") and "site-packages" in place
+        if hidden or not (category == "FutureWarning" or "deprecat" in reason.lower()):
+            return None
+        below = next((line for line in lines[number + 1:number + 4] if line.startswith(WARNED_FROM)), "")
+        return Found(below.removeprefix(WARNED_FROM).strip() or place, reason)
+    if (found := NATIVE_WARNING.match(lines[number])) and "deprecat" in found[1].lower():
+        return Found("torch", found[1])
+    return None
+
+
+def mismatch_note(line: str) -> str:
+    found = MISMATCH.search(line)
+    if not found:
+        return line.strip()
+
+    def told(fingerprint: str, dtype: str) -> str:
+        kind, shape = re.search(r"OpType=(\w+)", fingerprint), re.search(r"TensorShape=(\[.*?\])", fingerprint)
+        return f"{kind[1] if kind else '?'} of {shape[1] if shape else '?'} {dtype}"
+
+    return f"rank {found[1]} runs {told(found[2], found[3])}, but rank {found[4]} runs {told(found[5], found[6])}"
+
+
+def read_log(text: str, leader: RankLog | None = None) -> RankLog:
+    """Reads one rank's log. Only rank 0 prints steps, so the others take the end of the warm-up from its reading."""
+    lines = text.splitlines()
+    log = RankLog()
+    log.warmup_marks, clock_line = marks_of_warmup(lines)
+    if leader:
+        log.warmup_marks, clock_line = leader.warmup_marks, len(lines)
+    known = {found.compile_id: found.after_warmup for found in leader.recompiles} if leader else {}
+    marks = 0
+    for number, line in enumerate(lines):
+        marks += line.startswith(OPTIMIZER_MARK)
+        after = number > clock_line or (log.warmup_marks is not None and marks > log.warmup_marks)
+        if dynamo := DYNAMO_LINE.search(line):
+            compile_id, kind, message = dynamo.groups()
+            if found := GRAPH_BREAK.match(message):
+                log.graph_breaks.append(Found(found[1], dynamo_note(lines, number, kind), compile_id, after))
+            elif found := RECOMPILE.match(message):
+                reason = dynamo_note(lines, number, kind)
+                place = f"{found[1]} ({found[2]})"
+                log.recompiles.append(Found(place, reason, compile_id, known.get(compile_id, after)))
+        elif found := deprecation(lines, number):
+            log.deprecations.append(found)
+        elif found := STEP_LINE.match(line):
+            log.last_step, log.steps = int(found[1]), int(found[2])
+            log.validations += bool(VALIDATION_LINE.match(line))
+        elif "Detected mismatch between collectives" in line:
+            log.mismatch = mismatch_note(line)
+        elif found := USER_ERROR.match(line) or TRACEBACK_END.match(line):
+            log.error = log.error or found[1]
+    return log
+
+
+def merge_found(of_ranks: dict[int, list[Found]]) -> list[Found]:
+    """The same finding on several ranks becomes one that names them."""
+    merged: dict[tuple, Found] = {}
+    for rank, all_found in of_ranks.items():
+        for found in all_found:
+            key = (found.place, found.reason, found.after_warmup)
+            entry = merged.setdefault(key, Found(**{**asdict(found), "ranks": []}))
+            if rank not in entry.ranks:
+                entry.ranks.append(rank)
+    return list(merged.values())
+
+
+# ---- Collectives and matrix products, step by step
+
+@dataclass
+class Step:
+    collectives: list[tuple[str, int, str, int]] = field(default_factory=list)   # kind, elements, dtype, bytes
+    model_flops: int = 0
+    optimizer_flops: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(collective[3] for collective in self.collectives)
+
+
+@dataclass
+class Traffic:
+    steps: list[Step]        # the first one holds the start-up too
+    after: list[tuple]       # after the last optimizer step
+
+
+def read_traffic(text: str) -> Traffic:
+    """Cuts the trace into steps. A step ends with the last optimizer mark before an optimizer's turn comes again."""
+    groups, collectives = [], []      # (collectives before the mark, optimizer, flops before, flops after)
+    for line in text.splitlines():
+        words = line.split()
+        if words[:1] == ["Optimizer"] and len(words) == 4:
+            groups.append((collectives, *map(int, words[1:])))
+            collectives = []
+        elif len(words) == 4 and words[1].isdigit() and words[3].isdigit():
+            collectives.append((words[0], int(words[1]), words[2], int(words[3])))
+    steps, seen, flops_at_end = [], set(), 0
+    for before_mark, optimizer, flops_before, flops_after in groups:
+        if not steps or optimizer in seen:
+            steps.append(Step())
+            seen = set()
+        seen.add(optimizer)
+        steps[-1].collectives += before_mark
+        steps[-1].model_flops += flops_before - flops_at_end
+        steps[-1].optimizer_flops += flops_after - flops_before
+        flops_at_end = flops_after
+    return Traffic(steps, collectives)
+
+
+def typical_step(steps: list[Step]) -> Step | None:
+    """The step that occurs most often: neither the first one (start-up) nor one with a validation before it."""
+    if not steps:
+        return None
+    shapes = Counter(tuple(step.collectives) for step in steps[1:] or steps)
+    most_common = max(shapes, key=lambda shape: (shapes[shape], -len(shape)))
+    alike = [step for step in steps if tuple(step.collectives) == most_common]
+    flops = Counter(step.model_flops for step in alike).most_common(1)[0][0]
+    return next(step for step in alike if step.model_flops == flops)
+
+
+def first_difference(of_ranks: dict[int, Traffic]) -> str:
+    """One line about the first collective in which a rank differs from rank 0, or nothing."""
+    sequences = {rank: [c for step in traffic.steps for c in step.collectives] + traffic.after
+                 for rank, traffic in of_ranks.items()}
+    reference = sequences.get(0, [])
+    for rank, sequence in sequences.items():
+        for number, (ours, theirs) in enumerate(zip(reference, sequence, strict=False)):
+            if ours != theirs:
+                return f"collective {number}: rank 0 runs {told(ours)}, rank {rank} runs {told(theirs)}"
+        if len(sequence) != len(reference):
+            return f"rank 0 runs {len(reference)} collectives, rank {rank} runs {len(sequence)}"
+    return ""
+
+
+def told(collective: tuple[str, int, str, int]) -> str:
+    kind, elements, dtype, size = collective
+    return f"{kind} of {elements} {dtype} ({size} bytes)"
+
+
+# ---- Kernels
+
+RESOURCES = re.compile(r"Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    registers: int
+    stack_bytes: int        # more than none: registers spill into memory
+    shared_bytes: int
+    warps: int
+    stages: int
+    architecture: str
+
+
+def parse_kernel(resource_usage: str, metadata: dict) -> Kernel | None:
+    found = RESOURCES.search(resource_usage)
+    if not found:
+        return None
+    target = metadata.get("target") or {}
+    return Kernel(
+        name=found[1], registers=int(found[2]), stack_bytes=int(found[3]),
+        shared_bytes=metadata.get("shared", int(found[4])), warps=metadata.get("num_warps", 0),
+        stages=metadata.get("num_stages") or 0, architecture=f"sm_{target.get('arch', '?')}")
+
+
+def read_kernels(cache: Path, cuobjdump: Path) -> list[Kernel]:
+    """Every kernel that Triton compiled into this cache, those that spill most first."""
+    kernels = set()
+    for cubin in cache.rglob("*.cubin"):
+        usage = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True).stdout
+        description = cubin.with_suffix(".json")
+        metadata = json.loads(description.read_text()) if description.exists() else {}
+        if kernel := parse_kernel(usage, metadata):
+            kernels.add(kernel)
+    return sorted(kernels, key=lambda kernel: (-kernel.stack_bytes, kernel.name, kernel.warps))
+
+
+# ---- The script
+
+def settings_of(source: str) -> dict:
+    """The fields of the script's Hyperparameters and their defaults, read from its text without running it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and node.name == "Hyperparameters":
+            return {field.target.id: constant(field.value) for field in node.body if isinstance(field, ast.AnnAssign)}
+    return {}
+
+
+def constant(expression: ast.expr | None):
+    """The value of 64 * 1024 and the like; None where it is not a constant."""
+    try:
+        return eval(compile(ast.Expression(expression), "setting", "eval"), {"__builtins__": {}})
+    except Exception:
+        return None

@@ -1,0 +1,244 @@
+"""The report of a rehearsal: what was read, what is wrong with it, and how to say so."""
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from rehearsal import launch, readings
+
+GIB = 2**30
+LISTED = 8          # lines of a list before the rest is summed up
+LASTING = ("parameters", "gradients", "optimizer state")     # memory that a shorter sequence does not save
+BLOCK = 128         # FlexAttention's block: sequence lengths are multiples of it
+
+
+# ---- Collecting
+
+def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path) -> dict:
+    logs = read_logs(run)
+    traffic = {rank: readings.read_traffic(text) for rank, text in texts(run, "collectives").items()}
+    memory = read_memory(run)
+    kernels = readings.read_kernels(cache, launch.cuobjdump())
+    resolved = {**readings.settings_of(script.read_text()), **settings}
+    leader = logs.get(0, readings.RankLog())
+    return {
+        "script": str(script),
+        "processes": run.processes,
+        "settings": settings,
+        "device": next((m["device"] for m in memory.values()), None),
+        "run": {
+            "exit_code": run.exit_code, "last_step": leader.last_step, "steps": leader.steps,
+            "validations": leader.validations, "errors": {r: log.error for r, log in logs.items() if log.error},
+        },
+        "compiled": {"kernels": len(kernels), "architectures": sorted({k.architecture for k in kernels})},
+        "graph_breaks": merged(logs, "graph_breaks"),
+        "recompiles": merged(logs, "recompiles"),
+        "deprecations": merged(logs, "deprecations"),
+        "memory": {
+            "per_rank": {r: {k: m[k] for k in ("peak_allocated_bytes", "peak_reserved_bytes")}
+                         for r, m in memory.items()},
+            "holders": memory.get(0, {}).get("holders", []),
+        },
+        "out_of_memory": next(({"rank": r, **m["out_of_memory"]} for r, m in memory.items() if m["out_of_memory"]),
+                              None),
+        "collectives": summarise_traffic(traffic, next((log.mismatch for log in logs.values() if log.mismatch), "")),
+        "flops": summarise_flops(traffic, resolved),
+        "spilling_kernels": [asdict(kernel) for kernel in kernels if kernel.stack_bytes],
+        "resolved": {name: resolved.get(name) for name in ("sequence_length", "batch_sequences")},
+    }
+
+
+def texts(run: launch.Run, suffix: str) -> dict[int, str]:
+    files = {int(path.stem.removeprefix("rank")): path for path in run.folder.glob(f"rank*.{suffix}")}
+    return {rank: files[rank].read_text(errors="replace") for rank in sorted(files)}
+
+
+def read_logs(run: launch.Run) -> dict[int, readings.RankLog]:
+    logs: dict[int, readings.RankLog] = {}
+    for rank, text in texts(run, "log").items():
+        logs[rank] = readings.read_log(text, leader=logs.get(0))
+    return logs
+
+
+def read_memory(run: launch.Run) -> dict[int, dict]:
+    return {rank: json.loads(text) for rank, text in texts(run, "json").items()}
+
+
+def merged(logs: dict[int, readings.RankLog], name: str) -> list[dict]:
+    return [asdict(found) for found in readings.merge_found({r: getattr(log, name) for r, log in logs.items()})]
+
+
+def summarise_traffic(of_ranks: dict[int, readings.Traffic], mismatch: str) -> dict:
+    step = readings.typical_step(of_ranks[0].steps) if 0 in of_ranks else None
+    kinds: Counter = Counter()
+    sizes: Counter = Counter()
+    for kind, _, dtype, size in step.collectives if step else []:
+        kinds[f"{kind} {dtype}"] += 1
+        sizes[f"{kind} {dtype}"] += size
+    return {
+        "per_step": len(step.collectives) if step else 0,
+        "bytes_per_step": step.bytes if step else 0,
+        "kinds": [{"kind": kind, "count": kinds[kind], "bytes": sizes[kind]} for kind in kinds],
+        "mismatch": mismatch or readings.first_difference(of_ranks),
+    }
+
+
+def summarise_flops(of_ranks: dict[int, readings.Traffic], resolved: dict) -> dict:
+    """Matrix products only, as they were asked of cuBLAS; attention is a bound, its mask is data."""
+    typical = [step for traffic in of_ranks.values() if (step := readings.typical_step(traffic.steps))]
+    model, optimizer = sum(step.model_flops for step in typical), sum(step.optimizer_flops for step in typical)
+    flops = {"model_matmul_per_step": model, "optimizer_matmul_per_step": optimizer,
+             "model_matmul_per_token": None, "attention_per_token_at_most": None}
+    tokens = int(resolved.get("sequence_length") or 0) * int(resolved.get("batch_sequences") or 0)
+    if tokens:
+        flops["model_matmul_per_token"] = model / tokens
+    window, width, layers = (resolved.get(name) for name in ("window_end", "model_dim", "num_layers"))
+    if window and width and layers:
+        flops["attention_per_token_at_most"] = 12 * int(window) * int(width) * int(layers)
+    return flops
+
+
+def explain_out_of_memory(found: dict, unlimited: dict) -> None:
+    """Adds what the run would have needed, and a shorter sequence that fits, from a run on a card without limit."""
+    oom, peaks = found["out_of_memory"], unlimited["memory"]["per_rank"].values()
+    oom["needed_bytes"] = max((peak["peak_reserved_bytes"] for peak in peaks), default=None)
+    oom["holders"] = unlimited["memory"]["holders"]
+    length, batch = (int(found["resolved"][name] or 0) for name in ("sequence_length", "batch_sequences"))
+    if oom["needed_bytes"] and length and batch:
+        lasting = sum(holder["bytes"] for holder in oom["holders"] if holder["holder"] in LASTING)
+        oom["fits"] = shorter_sequence(length, batch, oom["needed_bytes"], lasting, oom["total_bytes"])
+
+
+def shorter_sequence(length: int, batch: int, needed: int, lasting: int, total: int) -> dict | None:
+    """Halves the sequence and doubles their number until it fits: all but the lasting part shrinks with it."""
+    reserve = total // 20      # fragmentation, the context, NCCL's own buffers
+    part = 1.0
+    while length % (2 * BLOCK) == 0:
+        length, batch, part = length // 2, batch * 2, part / 2
+        estimate = int(lasting + (needed - lasting) * part)
+        if estimate + reserve <= total:
+            return {"sequence_length": length, "batch_sequences": batch, "estimated_bytes": estimate}
+    return None
+
+
+# ---- Judging
+
+def findings(found: dict) -> list[dict]:
+    """What a person has to act on, each with its kind and one line."""
+    judged = []
+
+    def add(kind: str, text: str) -> None:
+        judged.append({"kind": kind, "text": text})
+
+    oom = found["out_of_memory"]
+    if oom:
+        add("out_of_memory", out_of_memory_line(oom))
+    if found["collectives"]["mismatch"]:
+        add("collective_mismatch", found["collectives"]["mismatch"])
+    run = found["run"]
+    if run["exit_code"] != 0 and not judged:
+        first = next(iter(run["errors"].values()), "no message; see the logs")
+        how = "did not end in time" if run["exit_code"] is None else f"ended with exit code {run['exit_code']}"
+        add("failed", f"{how} at step {run['last_step']}: {first}")
+    for entry in found["graph_breaks"]:
+        add("graph_break", f"{entry['place']}: {entry['reason']}")
+    for entry in found["recompiles"]:
+        if entry["after_warmup"]:
+            add("recompile", f"after the warm-up: {entry['place']}: {entry['reason']}")
+    for entry in found["deprecations"]:
+        add("deprecation", f"{entry['place']}: {entry['reason']}")
+    for kernel in found["spilling_kernels"]:
+        if "flex_attention" in kernel["name"] and "backward" not in kernel["name"]:
+            add("attention_spills", f"{kernel['name']} spills {kernel['stack_bytes']} bytes")
+    if not found["compiled"]["kernels"] and run["exit_code"] == 0:
+        add("not_compiled", "no kernel was compiled")
+    return judged
+
+
+def out_of_memory_line(oom: dict) -> str:
+    line = (f"rank {oom['rank']} asked for {gib(oom['asked_bytes'])} with {gib(oom['allocated_bytes'])} allocated "
+            f"on a card of {gib(oom['total_bytes'])}")
+    if oom.get("needed_bytes"):
+        line += f"; the run needs {gib(oom['needed_bytes'])}"
+    if fits := oom.get("fits"):
+        line += (f"; --sequence_length {fits['sequence_length']} --batch_sequences {fits['batch_sequences']} "
+                 f"should fit, with about {gib(fits['estimated_bytes'])}")
+    return line
+
+
+# ---- Saying
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.2f} MiB"
+
+
+def as_text(found: dict) -> str:
+    run, compiled = found["run"], found["compiled"]
+    lines = [f"Rehearsal of {found['script']}: {found['processes']} x {found['device'] or 'no device'}",
+             "Nothing was computed: losses and times mean nothing.", ""]
+    lines += [f"run           exit code {run['exit_code']}, step {run['last_step']}/{run['steps']}, "
+              f"{run['validations']} validations"]
+    lines += [f"compiled      {compiled['kernels']} kernels for {', '.join(compiled['architectures']) or 'nothing'}"]
+    lines += [f"graph breaks  {len(found['graph_breaks']) or 'none'}"]
+    late = sum(entry["after_warmup"] for entry in found["recompiles"])
+    lines += [f"recompiles    {late or 'none'} after the warm-up, {len(found['recompiles']) - late} in it"]
+    lines += [f"deprecations  {len(found['deprecations']) or 'none'}"]
+    lines += memory_lines(found["memory"]) + collective_lines(found["collectives"], found["processes"])
+    lines += flops_lines(found["flops"]) + kernel_lines(found["spilling_kernels"])
+    lines += ["", *verdict_lines(found["findings"]), f"logs and report.json in {found['folder']}"]
+    return "\n".join(lines)
+
+
+def memory_lines(memory: dict) -> list[str]:
+    peaks = memory["per_rank"]
+    if not peaks:
+        return ["peak memory   unknown: no rank lived to say"]
+    highest = max(peaks, key=lambda rank: peaks[rank]["peak_allocated_bytes"])
+    lowest = min(peak["peak_allocated_bytes"] for peak in peaks.values())
+    lines = [f"peak memory   {gib(peaks[highest]['peak_allocated_bytes'])} allocated on rank {highest} "
+             f"({gib(lowest)} on the lowest), {gib(peaks[highest]['peak_reserved_bytes'])} reserved; held on rank 0 by"]
+    return lines + holder_lines(memory["holders"])
+
+
+def holder_lines(holders: list[dict]) -> list[str]:
+    """One line for each holder, with the largest of what it holds."""
+    totals: Counter = Counter()
+    for entry in holders:
+        totals[entry["holder"]] += entry["bytes"]
+    lines = []
+    for holder, total in totals.most_common():
+        lines.append(f"    {gib(total):>11}  {holder}")
+        details = [entry for entry in holders if entry["holder"] == holder and entry["detail"]]
+        for entry in [entry for entry in details if entry["bytes"] > total / 10][:3]:
+            times = f"{entry['blocks']} x " if entry["blocks"] > 1 else ""
+            lines.append(f"                 {gib(entry['bytes']):>11}  {times}{entry['detail']}")
+    return lines
+
+
+def collective_lines(collectives: dict, processes: int) -> list[str]:
+    order = "DIFFERENT between ranks" if collectives["mismatch"] else f"same order on all {processes} ranks"
+    lines = [f"collectives   {collectives['per_step']} a step, {gib(collectives['bytes_per_step'])} a rank, {order}"]
+    return lines + [f"    {kind['count']:>11}  {kind['kind']}, {gib(kind['bytes'])}" for kind in collectives["kinds"]]
+
+
+def flops_lines(flops: dict) -> list[str]:
+    per_token = flops["model_matmul_per_token"]
+    attention = flops["attention_per_token_at_most"]
+    lines = [f"FLOPs         {flops['model_matmul_per_step']:.3e} a step in the model's matrix products"
+             + (f", {per_token:.3e} a token" if per_token else "")]
+    if attention:
+        lines.append(f"              attention adds at most {attention:.3e} a token at the widest window")
+    return [*lines, f"              {flops['optimizer_matmul_per_step']:.3e} a step in the optimizers, over all ranks"]
+
+
+def kernel_lines(kernels: list[dict]) -> list[str]:
+    lines = [f"spills        {len(kernels) or 'no'} kernels"]
+    lines += [f"    {kernel['stack_bytes']:>5} bytes  {kernel['name'][:80]} "
+              f"({kernel['registers']} registers, {kernel['warps']} warps)" for kernel in kernels[:LISTED]]
+    return lines + ([f"                 and {len(kernels) - LISTED} more"] if len(kernels) > LISTED else [])
+
+
+def verdict_lines(judged: list[dict]) -> list[str]:
+    if not judged:
+        return ["Nothing wrong was found."]
+    return [f"FOUND {len(judged)}:", *(f"  {entry['kind']}: {entry['text']}" for entry in judged), ""]

@@ -1,0 +1,156 @@
+"""What a rehearsal notes down inside each rank, while the training script stays as it is.
+
+In the rehearsal's folder, for each rank R:
+    rankR.log           what the script said, standard output and standard error in one order, optimizer marks between
+    rankR.collectives   one line a collective (written by the null GPU), optimizer marks between
+    rankR.json          memory at the end: peak, what held it (rank 0), out-of-memory if it came to that
+"""
+import atexit
+import contextlib
+import ctypes
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import peak_memory
+
+HISTORY_EVENTS = 400_000     # allocations and frees that are remembered on rank 0: several full-size steps
+LABELLED_STEPS = 20          # optimizer steps after which the owners of memory are noted
+
+
+def start(folder: str, rank: int) -> None:
+    log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    name_the_caller_of_warnings()
+    after_import("torch", Watcher(Path(folder), rank).begin)
+
+
+def name_the_caller_of_warnings() -> None:
+    """Torch's warnings name a line of torch; below each goes the line of the script that led there."""
+    show = warnings.showwarning
+    script = os.path.abspath(os.environ["REHEARSAL_SCRIPT"])
+
+    def show_with_caller(*args, **kwargs):
+        show(*args, **kwargs)
+        frame = sys._getframe(1)
+        while frame and os.path.abspath(frame.f_code.co_filename) != script:
+            frame = frame.f_back
+        if frame:
+            print(f"[rehearsal] warned from {os.path.basename(script)}:{frame.f_lineno}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = show_with_caller
+
+
+def after_import(name: str, action) -> None:
+    """Calls action(module) once the script itself has imported the module, whatever it sets up before that."""
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, wanted, path=None, target=None):
+            if wanted != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            run = spec.loader.exec_module
+
+            def run_then_act(module):
+                run(module)
+                action(module)
+
+            spec.loader.exec_module = run_then_act
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
+class Watcher:
+    def __init__(self, folder: Path, rank: int):
+        self.folder, self.rank = folder, rank
+        self.optimizers: list = []      # in the order of their first step
+        self.owners: list[dict] = []    # who owned which address, after each optimizer step
+        self.out_of_memory: dict | None = None
+        self.flops_before = 0
+
+    def begin(self, torch) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        self.torch = torch
+        self.count_flops = ctypes.CDLL(None).nullgpu_matmul_flops
+        self.count_flops.restype = ctypes.c_uint64
+        self.collectives = os.open(self.folder / f"rank{self.rank}.collectives", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        register_optimizer_step_pre_hook(self.before_optimizer)
+        register_optimizer_step_post_hook(self.after_optimizer)
+        torch.cuda._lazy_call(self.watch_memory)
+        atexit.register(self.write_summary)
+
+    # ---- Steps
+
+    def before_optimizer(self, optimizer, args, kwargs) -> None:
+        self.flops_before = self.count_flops()
+
+    def after_optimizer(self, optimizer, args, kwargs) -> None:
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+        index = next(i for i, known in enumerate(self.optimizers) if optimizer is known)
+        mark = f"Optimizer {index} {self.flops_before} {self.count_flops()}\n".encode()
+        os.write(self.collectives, mark)
+        sys.stdout.flush()
+        os.write(1, b"[rehearsal] " + mark)
+        if self.rank == 0 and len(self.owners) < LABELLED_STEPS:
+            self.note_owners()
+
+    # ---- Memory
+
+    def watch_memory(self) -> None:
+        if self.rank == 0:
+            self.torch.cuda.memory._record_memory_history(
+                enabled="all", context="all", stacks="python", max_entries=HISTORY_EVENTS)
+        with contextlib.suppress(AttributeError):
+            self.torch._C._cuda_attach_out_of_memory_observer(self.note_out_of_memory)
+
+    def note_owners(self) -> None:
+        """Addresses of what lives from step to step, with the clock of the allocator's own history."""
+        addresses = {}
+        for optimizer in self.optimizers:
+            for param in (p for group in optimizer.param_groups for p in group["params"]):
+                addresses[param.untyped_storage().data_ptr()] = "parameters"
+                if param.grad is not None:
+                    addresses[param.grad.untyped_storage().data_ptr()] = "gradients"
+                for value in optimizer.state.get(param, {}).values():
+                    if self.torch.is_tensor(value) and value.is_cuda:
+                        addresses[value.untyped_storage().data_ptr()] = "optimizer state"
+        self.owners.append({"time_us": time.time() * 1e6, "addresses": addresses})
+
+    def note_out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
+        self.out_of_memory = {
+            "asked_bytes": asked, "total_bytes": total, "free_bytes": free,
+            "allocated_bytes": self.torch.cuda.memory_allocated(device),
+        }
+        self.write_summary()
+
+    def holders(self) -> list[dict]:
+        if self.rank != 0:
+            return []
+        device = self.torch.cuda.current_device()
+        snapshot = self.torch.cuda.memory._snapshot(device)
+        return peak_memory.holders_at_peak(snapshot, device, self.owners)
+
+    def write_summary(self) -> None:
+        cuda = self.torch.cuda
+        if not cuda.is_initialized():
+            return
+        summary = {
+            "rank": self.rank,
+            "device": cuda.get_device_name(),
+            "peak_allocated_bytes": cuda.max_memory_allocated(),
+            "peak_reserved_bytes": cuda.max_memory_reserved(),
+            "out_of_memory": self.out_of_memory,
+            "holders": self.holders(),
+        }
+        path = self.folder / f"rank{self.rank}.json"
+        path.write_text(json.dumps(summary))
