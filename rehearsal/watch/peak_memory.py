@@ -28,7 +28,7 @@ def blocks_at_peak(snapshot: dict, device: int) -> list[dict]:
     live = {block["addr"]: block for block in live_at_end}
     for event in reversed(events[peak_index:]):
         if event["action"] == "free_requested":
-            live[event["addr"]] = {**event, "frames": []}
+            live[event["addr"]] = {**event, "time_us": 0, "frames": []}
         else:
             live.pop(event["addr"], None)
     # what is live at the peak was allocated before it: take time and stack from there

@@ -1,0 +1,326 @@
+"""The rehearsal: reads logs rightly, and reports seeded faults as what they are.
+
+The tests marked `rehearsal` run real torch on null GPUs and take minutes; the others are plain text in, values out.
+"""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from rehearsal import launch, readings, report, shards  # noqa: E402
+from rehearsal.__main__ import pair_up  # noqa: E402
+from rehearsal.watch import peak_memory  # noqa: E402
+
+STAND_IN = ROOT / "rehearsal" / "stand_in.py"
+
+# ----------------------------------------------------------------------------------------------------
+# Reading logs
+# ----------------------------------------------------------------------------------------------------
+
+
+def dynamo_lines(kind: str, compile_id: str, *messages: str, rank: int = 0) -> str:
+    prefix = f"[rank{rank}]:V1116 02:05:40.057000 7125 torch/_dynamo/guards.py:5396] [{compile_id}] [__{kind}] "
+    return "".join(prefix + message + "\n" for message in messages)
+
+
+def recompile(compile_id: str, guard: str) -> str:
+    return dynamo_lines("recompiles", compile_id, "Recompiling function forward in train.py:69",
+                        "    triggered by the following guard failure(s):", f"    - 0/0: {guard}   # x = y")
+
+
+OPTIMIZERS = "[rehearsal] Optimizer 0 1 2\n[rehearsal] Optimizer 1 2 3\n"
+
+
+def test_recompiles_are_told_apart_by_whether_the_clock_was_running():
+    log = readings.read_log(
+        OPTIMIZERS + recompile("0/1", "grad_mode") + "step:0/2 val_loss:11 train_time:0ms step_avg:nanms\n"
+        + recompile("0/2", "self.temperature == 1.0") + OPTIMIZERS + "step:1/2 train_time:1ms step_avg:1ms\n")
+    assert [(r.after_warmup, r.reason) for r in log.recompiles] == [
+        (False, "0/0: grad_mode"), (True, "0/0: self.temperature == 1.0")]
+
+
+def test_without_a_first_validation_the_warm_up_ends_before_the_first_timed_step():
+    log = readings.read_log(
+        OPTIMIZERS + OPTIMIZERS + "step:1/2 train_time:1ms step_avg:1ms\n" + recompile("0/2", "late")
+        + OPTIMIZERS + "step:2/2 train_time:1ms step_avg:1ms\n")
+    assert log.warmup_marks == 2
+    assert [r.after_warmup for r in log.recompiles] == [True]
+    assert (log.last_step, log.steps) == (2, 2)
+
+
+def test_ranks_that_print_no_steps_are_judged_like_rank_0():
+    first = readings.read_log(OPTIMIZERS + recompile("0/1", "a") + "step:0/1 val_loss:1 train_time:0ms step_avg:0ms\n"
+                              + OPTIMIZERS + recompile("0/2", "b"))
+    other = readings.read_log(OPTIMIZERS + recompile("0/1", "a") + OPTIMIZERS + recompile("0/2", "b"), leader=first)
+    assert [r.after_warmup for r in other.recompiles] == [False, True]
+    merged = readings.merge_found({0: first.recompiles, 1: other.recompiles})
+    assert [(m.reason, m.ranks) for m in merged] == [("0/0: a", [0, 1]), ("0/0: b", [0, 1])]
+
+
+def test_a_graph_break_is_reported_with_its_place_and_explanation():
+    log = readings.read_log(dynamo_lines(
+        "graph_breaks", "0/0", "Graph break in user code at train.py:54", "Graph Break Reason: Call to `f()`",
+        "  Explanation: User-inserted graph break. Message: None", "  Hint: Remove it."))
+    assert [(b.place, b.reason) for b in log.graph_breaks] == [
+        ("train.py:54", "User-inserted graph break. Message: None")]
+
+
+def test_deprecations_name_the_line_of_the_script_and_leave_out_what_nobody_sees():
+    log = readings.read_log(
+        "x/site-packages/torch/c10d_logger.py:83: FutureWarning: `old` is deprecated.\n  return func()\n"
+        "[rehearsal] warned from train.py:260\n"
+        "x/site-packages/torch/jit/_script.py:365: DeprecationWarning: `torch.jit` is deprecated.\n"
+        "train.py:3: UserWarning: a remark\n"
+        "[W1116 02:00:50.12 Allocator.cpp:3] Warning: PYTORCH_CUDA_ALLOC_CONF is deprecated, use another\n")
+    assert [d.place for d in log.deprecations] == ["train.py:260", "torch"]
+
+
+def test_a_mismatch_is_told_in_one_line():
+    def print_of(size: int) -> str:
+        return (f"CollectiveFingerPrint(SequenceNumber=55, OpType=ALLREDUCE, TensorShape=[{size}], TensorDtypes=Float, "
+                "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda))")
+    log = readings.read_log(
+        f"[rank1]: RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+        f"{print_of(16)}, but Rank 0 is running collective: {print_of(8)}.Collectives differ\n")
+    assert log.mismatch == "rank 1 runs ALLREDUCE of [16] Float, but rank 0 runs ALLREDUCE of [8] Float"
+
+
+def test_the_first_error_of_a_rank_is_kept():
+    log = readings.read_log("[rank0]: Traceback (most recent call last):\n[rank0]: ValueError: bad shape\nx: y\n"
+                            "torch.distributed.DistBackendError: later\n")
+    assert log.error == "ValueError: bad shape"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reading collectives
+# ----------------------------------------------------------------------------------------------------
+
+START = "Broadcast 7 float32 28\n"
+STEP = "AllReduce 100 float32 400\nOptimizer 0 {0} {0}\nAllGather 10 bfloat16 20\nOptimizer 1 {0} {1}\n"
+VALIDATION = "AllReduce 1 float32 4\n"
+
+
+def test_a_trace_is_cut_into_steps_with_their_flops():
+    traffic = readings.read_traffic(
+        START + STEP.format(60, 64) + STEP.format(124, 128) + VALIDATION + STEP.format(200, 204)
+        + STEP.format(264, 268) + VALIDATION)
+    assert [len(step.collectives) for step in traffic.steps] == [3, 2, 3, 2]
+    assert traffic.after == [("AllReduce", 1, "float32", 4)]
+    typical = readings.typical_step(traffic.steps)
+    assert (typical.bytes, typical.model_flops, typical.optimizer_flops) == (420, 60, 4)
+
+
+def test_a_line_cut_short_by_a_kill_is_left_out():
+    assert readings.read_traffic(STEP.format(1, 2) + "AllRedu").after == []
+
+
+def test_the_first_differing_collective_is_named():
+    same = readings.read_traffic(STEP.format(1, 2))
+    other = readings.read_traffic(STEP.format(1, 2).replace("AllGather 10 bfloat16 20", "AllGather 12 bfloat16 24"))
+    assert readings.first_difference({0: same, 1: same}) == ""
+    assert readings.first_difference({0: same, 1: same, 2: other}) == (
+        "collective 1: rank 0 runs AllGather of 10 bfloat16 (20 bytes), "
+        "rank 2 runs AllGather of 12 bfloat16 (24 bytes)")
+    short = readings.read_traffic("AllReduce 100 float32 400\n")
+    assert readings.first_difference({0: same, 1: short}) == "rank 0 runs 2 collectives, rank 1 runs 1"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Memory, kernels, settings, data
+# ----------------------------------------------------------------------------------------------------
+
+
+def event(action: str, addr: int, size: int, time_us: int) -> dict:
+    return {"action": action, "addr": addr, "size": size, "time_us": time_us, "frames": []}
+
+
+def test_memory_at_the_peak_is_found_although_the_history_lost_its_beginning():
+    history = [                                        # block 1 (100 bytes) was allocated before
+        event("alloc", 2, 50, 10), event("alloc", 3, 500, 20),                      # the peak: 1, 2, 3
+        event("free_requested", 3, 500, 30), event("free_requested", 2, 50, 40),
+        event("alloc", 3, 300, 50), event("free_requested", 1, 100, 60),            # another block at 3
+    ]
+    blocks = [{"address": 3, "size": 300, "state": "active_allocated"}, {"address": 9, "size": 9, "state": "inactive"}]
+    snapshot = {"device_traces": [history], "segments": [{"device": 0, "blocks": blocks}]}
+    at_peak = peak_memory.blocks_at_peak(snapshot, 0)
+    assert sorted((block["addr"], block["size"]) for block in at_peak) == [(1, 100), (2, 50), (3, 500)]
+    owners = [{"time_us": 25, "addresses": {1: "parameters", 2: "gradients"}},
+              {"time_us": 55, "addresses": {3: "optimizer state"}}]                 # of the later block at 3
+    held = peak_memory.holders_at_peak(snapshot, 0, owners)
+    assert [(h["holder"], h["bytes"]) for h in held] == [("autograd", 500), ("parameters", 100), ("gradients", 50)]
+
+
+def test_kernel_resources_come_from_cuobjdump_and_tritons_metadata():
+    usage = "Resource usage:\n Common:\n Function triton_red_0:\n  REG:255 STACK:16 SHARED:0 LOCAL:0\n"
+    kernel = readings.parse_kernel(usage, {"shared": 4096, "num_warps": 8, "num_stages": 3, "target": {"arch": 90}})
+    assert kernel == readings.Kernel("triton_red_0", 255, 16, 4096, 8, 3, "sm_90")
+    assert readings.parse_kernel("nothing", {}) is None
+
+
+def test_settings_are_read_from_a_script_without_running_it():
+    source = ("import missing\n@dataclass\nclass Hyperparameters:\n"
+              "    a: int = 64*1024 # why\n    b: str = 'x'\n    c: int = f()\n")
+    assert readings.settings_of(source) == {"a": 65536, "b": "x", "c": None}
+    assert readings.settings_of("x = 1") == {}
+
+
+def test_flags_are_paired_up_and_odd_ones_refused():
+    assert pair_up(["--a", "1", "--b=2"]) == {"a": "1", "b": "2"}
+    for bad in (["a"], ["--a"]):
+        with pytest.raises(launch.CannotRehearse):
+            pair_up(bad)
+
+
+def test_the_shorter_sequence_fits_and_keeps_the_tokens_of_a_step():
+    fits = report.shorter_sequence(65536, 8, needed=31 * 2**30, lasting=3 * 2**30, total=24 * 2**30)
+    assert (fits["sequence_length"], fits["batch_sequences"]) == (32768, 16)
+    assert fits["estimated_bytes"] == 17 * 2**30
+    assert report.shorter_sequence(65536, 8, needed=40 * 2**30, lasting=30 * 2**30, total=24 * 2**30) is None
+
+
+def test_made_up_shards_have_finewebs_format(tmp_path):
+    settings = shards.write_shards(tmp_path, 5000, 3000)
+    assert settings["train_files"].startswith(str(tmp_path))
+    path = tmp_path / "rehearsal_val_000000.bin"
+    header, tokens = np.fromfile(path, np.int32, 256), np.fromfile(path, np.uint16, offset=1024)
+    assert header[:4].tolist() == [20240520, 1, 3000, 0]
+    assert len(tokens) == 3000 and tokens[0] == 50256 and tokens.max() == 50256
+
+
+def test_setup_without_a_compiler_says_so_in_one_line(tmp_path):
+    result = subprocess.run([ROOT / "rehearsal" / "setup.sh"], capture_output=True, text=True,
+                            env={**os.environ, "CC": "no-such-compiler", "REHEARSAL_HOME": str(tmp_path)})
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    if sys.platform == "linux":
+        assert "C compiler" in result.stderr
+
+
+def test_nvidia_smi_says_that_it_is_not_real():
+    shown = subprocess.run([ROOT / "rehearsal" / "nullgpu" / "bin" / "nvidia-smi"], capture_output=True, text=True,
+                           env={**os.environ, "NULLGPU_COUNT": "2", "NULLGPU_MEMORY_GIB": "24"}).stdout
+    assert shown.startswith("NOT REAL")
+    assert shown.count("GPU 0") == shown.count("GPU 1") == 1 and "GPU 2" not in shown and "24576 MiB" in shown
+
+
+# ----------------------------------------------------------------------------------------------------
+# The null GPU itself, and seeded faults (slow)
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    try:
+        launch.set_up()
+    except launch.CannotRehearse as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("compile_cache")
+
+
+@pytest.fixture
+def on_null_gpu(prepared, tmp_path):
+    """Runs a few lines of Python on null GPUs and returns what they print."""
+    def run(code: str, **settings: str) -> str:
+        env = launch.environment(tmp_path, tmp_path, Path("none"), launch.Card(8)) | settings
+        result = subprocess.run([launch.venv() / "bin" / "python", "-c", code], env=env, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+    return run
+
+
+@pytest.fixture
+def rehearse(prepared, cache, tmp_path):
+    """Rehearses the stand-in and returns (exit code, report, text)."""
+    def run(*flags: str) -> tuple[int, dict, str]:
+        command = [sys.executable, "-m", "rehearsal", STAND_IN, "--output", tmp_path, "--cache", cache, *flags]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode in (0, 1), result.stderr
+        return result.returncode, json.loads((tmp_path / "report.json").read_text()), result.stdout
+    return run
+
+
+def kinds(found: dict) -> set[str]:
+    return {entry["kind"] for entry in found["findings"]}
+
+
+SEE_CARDS = "import torch as t; print(t.cuda.device_count(), t.cuda.get_device_capability(), t.cuda.get_device_name())"
+FILL_CARD = """
+import torch
+blocks = []
+try:
+    while True: blocks.append(torch.empty(2**30, dtype=torch.uint8, device="cuda"))
+except torch.cuda.OutOfMemoryError: print(len(blocks))
+"""
+
+
+@pytest.mark.rehearsal
+def test_torch_sees_the_cards_of_the_settings(on_null_gpu):
+    assert on_null_gpu(SEE_CARDS).strip() == "8 (9, 0) NVIDIA H100 80GB HBM3 (null GPU)"
+    seen = on_null_gpu(SEE_CARDS, NULLGPU_COUNT="2", NULLGPU_CAPABILITY="7.5")
+    assert seen.strip() == "2 (7, 5) Tesla T4 (null GPU)"
+
+
+@pytest.mark.rehearsal
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
+def test_a_card_holds_no_more_than_its_memory(on_null_gpu, allocator):
+    held = on_null_gpu(FILL_CARD, NULLGPU_MEMORY_GIB="24", PYTORCH_ALLOC_CONF=allocator)
+    assert int(held) == 23      # the context takes the rest
+
+
+@pytest.mark.rehearsal
+def test_a_clean_script_passes_with_memory_collectives_and_flops(rehearse):
+    exit_code, found, text = rehearse("--processes", "2")
+    assert exit_code == 0 and found["findings"] == [] and "Nothing wrong" in text
+    assert found["run"]["last_step"] == 4 and found["run"]["validations"] == 3
+    assert set(found["memory"]["per_rank"]) == {"0", "1"}
+    held = sum(holder["bytes"] for holder in found["memory"]["holders"])
+    assert held == pytest.approx(found["memory"]["per_rank"]["0"]["peak_allocated_bytes"], rel=0.01)
+    matrices = 12 * 128**2 * 2 + 128 * 50304
+    assert found["flops"]["model_matmul_per_token"] == pytest.approx(6 * matrices)
+    gathered = [kind for kind in found["collectives"]["kinds"] if kind["kind"] == "AllGather bfloat16"]
+    assert gathered == [{"kind": "AllGather bfloat16", "count": 8, "bytes": 12 * 128**2 * 2 * 2}]
+    assert found["compiled"]["architectures"] == ["sm_90"]
+
+
+@pytest.mark.rehearsal
+@pytest.mark.parametrize("fault, kind, told", [
+    ("graph_break", "graph_break", "stand_in.py"),
+    ("recompile", "recompile", "self.temperature"),
+    ("deprecated", "deprecation", "stand_in.py"),
+    ("crash", "failed", "seeded crash"),
+])
+def test_a_seeded_fault_is_reported_as_such(rehearse, fault, kind, told):
+    exit_code, found, text = rehearse("--processes", "1", "--fault", fault)
+    assert exit_code == 1 and kinds(found) == {kind}
+    assert told in found["findings"][0]["text"] and found["findings"][0]["text"] in text
+
+
+@pytest.mark.rehearsal
+def test_a_collective_of_the_wrong_size_on_one_rank_is_reported(rehearse):
+    exit_code, found, text = rehearse("--processes", "2", "--no_fill", "--fault", "wrong_size")
+    assert exit_code == 1 and kinds(found) == {"collective_mismatch"}
+    assert "[16] Float" in text and "[8] Float" in text and "DIFFERENT between ranks" in text
+
+
+@pytest.mark.rehearsal
+def test_a_sequence_too_long_for_memory_is_explained_and_the_advice_is_sound(rehearse):
+    exit_code, found, _ = rehearse("--processes", "1", "--gpu_memory", "5", "--sequence_length", "32768")
+    assert exit_code == 1 and kinds(found) == {"out_of_memory"}
+    fits = found["out_of_memory"]["fits"]
+    assert fits["sequence_length"] * fits["batch_sequences"] == 32768 * 8
+    advice = [word for name in ("sequence_length", "batch_sequences") for word in (f"--{name}", str(fits[name]))]
+    exit_code, found, _ = rehearse("--processes", "1", "--gpu_memory", "5", *advice)
+    assert exit_code == 0
+    peak = found["memory"]["per_rank"]["0"]["peak_reserved_bytes"]
+    assert peak <= 5 * 2**30 and peak == pytest.approx(fits["estimated_bytes"], rel=0.2)
