@@ -37,13 +37,15 @@ from embedded_corpus import (
 )
 
 try:
-    import numpy as np
     from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
     from tqdm import tqdm
 except ImportError as error:
     print(f"{error.name} is missing for {sys.executable}: pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
+except ValueError as error:  # the client reads its settings when it is imported
+    print(f"HF_ENDPOINT or another HF_ variable is wrong: {error}", file=sys.stderr)
     sys.exit(2)
 
 REPO = "kjj0/fineweb10B-gpt2"
@@ -52,7 +54,7 @@ LARGEST_TOKEN = 50256  # of GPT-2's vocabulary
 HERE = Path(__file__).resolve().parent
 
 DOWNLOADS_AT_A_TIME = 4
-FIRST_ANSWER_SECONDS = int(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 8)  # the client's own name for that patience
+FIRST_ANSWER_SECONDS = int(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 6)  # the client's own name for that patience
 PAUSES, LONGEST_PAUSE = (1, 2, 4, 8, 16), 60  # seconds before another try; the longest that Retry-After can ask for
 PLAIN_LINE_SECONDS = 15  # between two lines of progress where stderr is no terminal
 TransportError = HfHubHTTPError.__bases__[0]  # of the HTTP library, which is another in huggingface_hub 1 than in 2
@@ -84,11 +86,15 @@ def what_is_wrong(path):
         magic, version, tokens = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
     if (magic, version) != (MAGIC, VERSION):
         return f"its header starts with {magic}, {version}; a shard's with {MAGIC}, {VERSION}"
+    if tokens <= 0:
+        return f"its header says {tokens} tokens"
     if size != HEADER_BYTES + TOKEN_BYTES * tokens:
         return f"{size} bytes, where {tokens} tokens make {HEADER_BYTES + TOKEN_BYTES * tokens}"
 
 
 def largest_token(path):
+    import numpy as np
+
     tokens, step = np.memmap(path, "<u2", "r", HEADER_BYTES), 10**7
     return max(int(tokens[start : start + step].max()) for start in range(0, len(tokens), step))
 
@@ -171,12 +177,13 @@ def append(url, partial, size):
         if file.tell():
             headers["Range"] = f"bytes={file.tell()}-"
         with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
-            if response.status_code in (200, 416):  # the range was ignored, or is not to be had: from the beginning
+            if file.tell() and response.status_code in (200, 416):  # no such range to be had: from the beginning
                 file.seek(0)
                 file.truncate()
             hf_raise_for_status(response)
             for piece in response.iter_raw():
                 file.write(piece)
+                file.flush()  # what has arrived outlives this process
         if file.tell() != size:
             raise TransportError(f"the body ended after {file.tell()} of {size} bytes")
         os.fsync(file.fileno())

@@ -55,11 +55,9 @@ class Problem(Exception):
     """What a user can mend: one line that names the file, setting or value and says what to do."""
 
 
-def one_line_parser(doc, **options):
+def one_line_parser(doc):
     """An argument parser with the docstring as its help, whose complaints are Problems."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
-    )
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(message):
         raise Problem(f"{message} (--help shows the usage)")
@@ -259,7 +257,7 @@ def what_differs(torch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 VALIDATION_SHARE, MAX_VALIDATION_TOKENS = 10, 10 * 2**20 + 1
-LEAST_SEQUENCE = 128  # one block of attention: the shortest sequence that train_gpt.py takes
+LEAST_SEQUENCE = 2048  # the CPU track's
 ENOUGH_VALIDATION = 2**18  # what the CPU track validates on
 
 
@@ -293,8 +291,9 @@ def text_files(source):
         raise Problem(f"--text {source}: no such folder")
     documents, left_out = [], 0
     for parent, folders, names in os.walk(source, onerror=raise_it):
-        left_out += sum(name.startswith(".") for name in folders)
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        entered = [name for name in folders if not name.startswith(".") and not os.path.islink(Path(parent, name))]
+        left_out += len(folders) - len(entered)
+        folders[:] = entered
         for path in (Path(parent, name) for name in names):
             if path.name.startswith(".") or path.is_symlink() or not path.is_file() or not is_text(path):
                 left_out += 1
@@ -347,7 +346,7 @@ def training_command(folder, validation_tokens):
     files = {key: shlex.quote(str(shown / f"{glob.escape(folder.name)}_{key}_*.bin")) for key in ("train", "val")}
     return (
         f"python train_gpt.py --train_files {files['train']} --val_files {files['val']}"
-        f" --val_tokens {min(whole, ENOUGH_VALIDATION)}"
+        f" --val_tokens {min(whole, ENOUGH_VALIDATION)} --vocab_size 257 --document_token {DOCUMENT_TOKEN}"
     )
 
 

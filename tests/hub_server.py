@@ -46,8 +46,8 @@ class Hub:
     def fault(self, method, name, *faults):
         """Answer the next requests for this file's metadata (HEAD) or bytes (GET) with these faults:
         404 or another status; cut: half a body, then the connection is gone; short: half a body, and a length that fits
-        it; silence; silence in body; trickle: a byte of header now and then; no ranges; slow: the body comes after a
-        second; other bytes: right length, wrong content; no commit."""
+        it; no ranges; cut without ranges; slow: the body comes after a second; other bytes: right length, wrong ones;
+        silence; silence in body; trickle: a byte of header now and then; no commit."""
         self.faults[method, name] = itertools.chain(*([fault] if isinstance(fault, str) else fault for fault in faults))
 
     def heal(self):
@@ -135,13 +135,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_bytes(self, body, fault):
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        start = int(asked[1]) if asked and fault != "no ranges" else 0
+        start = int(asked[1]) if asked and fault not in ("no ranges", "cut without ranges") else 0
         if start >= len(body):
             return self.refuse(416)
         if fault == "other bytes":
             body = body[:-2] + bytes(255 - byte for byte in body[-2:])
         rest = body[start:]
-        stop = len(rest) // 2 if fault in ("cut", "short", "silence in body") else len(rest)
+        stop = len(rest) if fault in (None, "no ranges", "slow", "other bytes") else len(rest) // 2
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(stop if fault == "short" else len(rest)))
         if start:
@@ -153,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         if fault == "silence in body":
             self.stay_silent()
-        self.close_connection = self.close_connection or fault == "cut"
+        self.close_connection = self.close_connection or fault in ("cut", "cut without ranges")
 
     def stay_silent(self, trickle=False):
         if trickle:
