@@ -248,12 +248,17 @@ def extract(args, paint):
         raise UserError(f"{args.log}: no such log")
     source = script_at(args.log).source
     if args.output is None:
-        sys.stdout.buffer.write(source)
+        write_out(source)
         return 0
     if args.output.exists() and args.output.samefile(args.log):
         raise UserError(f"{args.output}: is the log itself")
     write(args.output, source)
     return 0
+
+
+def write_out(content):
+    while content:  # with PYTHONUNBUFFERED a write may take only a part
+        content = content[sys.stdout.buffer.write(content) :]
 
 
 def write(path, content):
@@ -271,7 +276,7 @@ def show_diff(args, paint):
     nothing = True
     for line in (stat_table if args.stat else unified)(diff, paint):
         # Not harmless(): a diff that is piped into patch must hold the scripts' own bytes.
-        sys.stdout.buffer.write(line.encode(errors="surrogateescape") + b"\n")
+        write_out(line.encode(errors="surrogateescape") + b"\n")
         nothing = False
     if nothing:
         print(f"no difference between {old.label} and {new.label}", file=sys.stderr)

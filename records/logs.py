@@ -42,11 +42,13 @@ HEADER_LINE = re.compile(rb"^(python|torch|cuda|hardware|world_size|seed|setting
 GPU = re.compile(rb"^\| +\d+ +(\S.*?) +(?:On|Off|N/A) +\|", re.MULTILINE)  # a row of nvidia-smi's table
 
 # Three things happen in a log: a validation, a resume, and a line to look at more closely. Ordinary training lines
-# match none of them, so they cost no Python at all.
+# match none of them, so they cost no Python at all; most are known by their usual form, which is quickest to test.
 EVENT = re.compile(
-    rb"\n(?:step:(?:(\d+)/(\d+) val_loss:(\d+\.\d+) train_time:(\d+(?:\.\d+)?)(m?s)\b"
-    rb"|(?!\d+(?:/\d+)? (?:(?!val_loss:)[^\s:]+:\S* +)*train_time:(?:\d+(?:\.\d+)?|nan)m?s\b)([^\n]*))"
-    rb"|resumed at step:? *(\d+))"
+    rb"\n(?:step:(?!\d+/\d+ (?:train_loss:[\d.]+ )?train_time:[\d.]+m?s step_avg:\S+\r?\n)"
+    rb"(?:(\d{1,15})/(\d{1,15}) val_loss:(\d+\.\d+) train_time:(\d+(?:\.\d+)?)(m?s)\b"
+    rb"|(?!\d+(?:/\d+)? (?:(?!val_loss:)[^\s:]+:\S* +)*train_time:(?:\d+(?:\.\d+)?|nan)m?s\b(?![^\n]*val_loss:))"
+    rb"([^\n]*))"
+    rb"|resumed at step:? *(?P<checkpoint>\d{1,15}))"
 )
 FIELD = re.compile(r"(\w+): *([^\s|,]+)")
 CLOCK = re.compile(r"(\d+(?:\.\d+)?|nan)(ms|s)")
@@ -191,26 +193,26 @@ def fingerprint(shards):
 
 def read_steps(log, data, body):
     """Sort the validations of a log into runs: a step number that does not grow starts another trial."""
-    run = None
+    run, resumed = None, False
     for match in EVENT.finditer(data, body):
-        step, steps, loss, clock, unit, odd, resumed = match.groups()
-        if resumed is not None:
+        checkpoint = match["checkpoint"]
+        if checkpoint is not None:
             if run:  # the steps since that checkpoint are run once more
-                run.validations = [v for v in run.validations if v.step <= int(resumed)]
+                run.validations = [v for v in run.validations if v.step <= int(checkpoint)]
+                resumed = True
             continue
-        if odd is None:
-            validation = Validation(int(step), float(loss), float(clock) / (1000 if unit == b"ms" else 1))
-            steps = int(steps)
-        else:
-            try:
-                validation, steps = read_odd_line(odd.decode(errors="replace"), cut_off=match.end() == len(data))
-            except ValueError as error:
-                log.complaints.append((data.count(b"\n", 0, match.start() + 1), str(error)))
-                continue
-            if validation is None:
-                continue
+        try:
+            validation, steps = read_validation(match)
+        except ValueError as error:
+            log.complaints.append((data.count(b"\n", 0, match.start() + 1), str(error)))
+            continue
+        if validation is None:
+            continue
         if run and run.validations and validation == run.final:
             continue  # the same line twice is not two runs
+        if resumed:
+            run.validations = [v for v in run.validations if v.step < validation.step]
+            resumed = False
         if run is None or (run.validations and validation.step <= run.final.step):
             run = Run()
             log.runs.append(run)
@@ -224,13 +226,17 @@ def read_steps(log, data, body):
         log.complaints.append((last_line(data), "ends without any validation: no line like 'step:... val_loss:...'"))
 
 
-def read_odd_line(text, cut_off):
-    """(validation or None, planned steps) of an unusual line after `step:`; ValueError says what is wrong with it."""
+def read_validation(match):
+    """(validation or None, planned steps or None) of a line; ValueError says what is wrong with it."""
+    step, steps, loss, clock, unit, odd, _ = match.groups()
+    if odd is None:
+        return Validation(int(step), float(loss), seconds_of(clock, unit)), int(steps)
+    text = odd.decode(errors="replace")
     quoted = repr("step:" + text.rstrip("\r")[:80])
     head = re.match(r"(\d{1,15})(?:/(\d{1,15}))?(?=[\s|,]|$)", text)
     fields = dict(FIELD.findall(text[head.end() :])) if head else {}
     clock = CLOCK.fullmatch(fields.get("train_time", ""))
-    if cut_off and not clock:
+    if match.end() == len(match.string) and not clock:
         raise ValueError(f"ends in the middle of a line: {quoted}")
     if not head:
         raise ValueError(f"no step number in {quoted}")
@@ -244,8 +250,11 @@ def read_odd_line(text, cut_off):
         loss = float(fields["val_loss"])
     except ValueError:
         raise ValueError(f"val_loss is no number in {quoted}") from None
-    seconds = float(clock[1]) / (1000 if clock[2] == "ms" else 1) if clock else math.nan
-    return Validation(int(head[1]), loss, seconds), int(head[2]) if head[2] else None
+    return Validation(int(head[1]), loss, seconds_of(*clock.groups()) if clock else math.nan), int(head[2] or 0) or None
+
+
+def seconds_of(clock, unit):
+    return float(clock) / (1000 if unit in (b"ms", "ms") else 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
