@@ -116,6 +116,7 @@ def find_source(data):
     """(start, end, body): the source is data[start:end], the header and steps follow from body on.
 
     Without any line of `=` this is either a console's output, which is all body, or a script cut short: body None.
+    A line break that the writer put behind the source stays: nothing tells it from the script's own.
     """
     rulers = list(islice(RULER.finditer(data), 2)) or list(islice(OTHER_RULER.finditer(data), 2))
     if not rulers:
@@ -194,7 +195,7 @@ def fingerprint(shards):
 def read_steps(log, data, body):
     """Sort the validations of a log into runs: a step number that does not grow starts another trial."""
     run, resumed = None, False
-    for match in EVENT.finditer(data, body):
+    for match in EVENT.finditer(data, body, end_of_log(log, data, body)):
         checkpoint = match["checkpoint"]
         if checkpoint is not None:
             if run:  # the steps since that checkpoint are run once more
@@ -224,6 +225,18 @@ def read_steps(log, data, body):
         run.complete = run.final.step == run.steps if run.steps else data.find(b"\npeak memory", body) >= 0
     if not log.runs and not log.complaints:
         log.complaints.append((last_line(data), "ends without any validation: no line like 'step:... val_loss:...'"))
+
+
+def end_of_log(log, data, body):
+    """Where the steps end: with the file, or where somebody put a second log behind, source and all."""
+    first_step = data.find(b"\nstep:", body)
+    ruler = RULER.search(data, first_step) if first_step >= 0 else None
+    source = PYTHON.search(data, first_step, ruler.start()) if ruler else None
+    if source is None:
+        return len(data)
+    line = data.count(b"\n", 0, source.start())
+    log.complaints.append((line, "another log begins about here: not read, one file may hold one source"))
+    return source.start()
 
 
 def read_validation(match):
@@ -358,6 +371,10 @@ class Entry:
         ]
 
     def check_complete(self):
+        unread = [(log, *log.complaints[0]) for log in self.logs if log.complaints]
+        if unread:
+            log, line, problem = unread[0]
+            return Check(False, "complete", f"{log.path}:{line}: {problem}")
         unfinished = [(log, run) for log in self.logs for run in log.runs if not run.complete]
         if unfinished:
             log, run = unfinished[0]

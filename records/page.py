@@ -44,20 +44,19 @@ def render_track(columns, title, entries, rows, curves):
         lines.append(f"<tr>{''.join(cells)}<td class='{state}'>{escape(row[-1])}</td></tr>")
     table = f"<div class='scroll'><table><tr>{head}</tr>{''.join(lines)}</table></div>"
     charts = render_chart(entries, "seconds", curves) + render_chart(entries, "step", curves)
-    return f"<section><h2>{escape(title)}</h2>{table}<div class='charts'>{charts}</div></section>"
+    title = escape(title[:1].upper() + title[1:])
+    return f"<section><h2>{title}</h2>{table}{NOTE}<div class='charts'>{charts}</div></section>"
 
 
 def view(entries):
-    """(lowest, highest) loss to show: the first tenth of training is far above the rest and would flatten it."""
+    """(lowest, highest) loss to show: the first fifth of training is far above the rest and would flatten it."""
     target = entries[0].target
-    losses = [moment.loss for entry in entries for moment in entry.curve() if math.isfinite(moment.loss)]
-    late = [
-        moment.loss
-        for entry in entries
-        for moment in entry.curve()
-        if math.isfinite(moment.loss) and moment.step >= 0.1 * entry.curve()[-1].step
-    ]
-    low, high = min([target, *losses]), max([target, *late])
+    losses, late = [target], [target]
+    for entry in entries:
+        moments = [moment for moment in entry.curve() if math.isfinite(moment.loss)]
+        losses += [moment.loss for moment in moments]
+        late += [moment.loss for moment in moments if moment.step >= 0.2 * moments[-1].step]
+    low, high = min(losses), max(late)
     margin = 0.06 * (high - low) or 0.1
     return low - margin, high + margin
 
@@ -79,7 +78,7 @@ def render_chart(entries, x_name, curves):
     parts = [*render_axes(low, high, end, place, x_name), f"<g clip-path='url(#clip{number})'>"]
     y = place(0, entries[0].target)[1]
     parts.append(f"<line class='target' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
-    parts.append(f"<text class='target' x='{WIDTH - RIGHT - 4}' y='{y - 5:.1f}'>target {entries[0].target:g}</text>")
+    parts.append(f"<text x='{LEFT + 6}' y='{y - 5:.1f}'>target {entries[0].target:g}</text>")
     lines = []
     for index, (entry, moments) in enumerate(zip(entries, shown, strict=True)):
         colour = f"var(--line-{index % COLOURS})"
@@ -172,6 +171,10 @@ def render_hunk(hunk):
 # The page's frame
 # ----------------------------------------------------------------------------------------------------------------------
 
+NOTE = """<p class="quiet note">± is one standard deviation of the runs, and so is the band around a curve. Gain: time
+saved against the record before. Evidence: does <code>python -m records check</code> pass, above all, is the mean final
+loss below the target with p &lt; 0.01?</p>"""
+
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -212,6 +215,7 @@ main { max-width: 1240px; margin: 0 auto; padding: 2.5rem 1.25rem 5rem; }
 h1 { font-size: 2rem; letter-spacing: -0.02em; margin: 0 0 1.5rem; }
 h2 { font-size: 1.1rem; margin: 2.5rem 0 0.75rem; overflow-wrap: anywhere; }
 .quiet, figcaption { color: var(--quiet); }
+.note { font-size: 0.85rem; margin: 0.6rem 0 0; max-width: 60rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 section > .scroll > table { width: 100%; }
@@ -229,16 +233,16 @@ figure { position: relative; margin: 0; }
 figcaption { font-size: 0.85rem; }
 svg { display: block; width: 100%; height: auto; touch-action: pan-y; }
 svg text { fill: var(--quiet); font-size: 12px; }
-svg text.x { text-anchor: middle; } svg text.y, svg text.target { text-anchor: end; }
+svg text.x { text-anchor: middle; } svg text.y { text-anchor: end; }
 svg .grid { stroke: var(--rule); } svg .hair { stroke: var(--quiet); stroke-width: 0.75; pointer-events: none; }
 svg line.target { stroke: var(--ink); stroke-dasharray: 5 4; opacity: 0.7; }
 svg polyline { fill: none; stroke-width: 1.75; stroke-linejoin: round; }
 svg polygon { opacity: 0.18; }
 svg circle { stroke: var(--paper); stroke-width: 1.5; pointer-events: none; }
 .tip {
-  position: absolute; top: 2.4rem; padding: 0.5rem 0.7rem; font-size: 0.8rem; pointer-events: none;
-  background: var(--panel); border: 1px solid var(--rule); border-radius: 6px; white-space: nowrap;
-  box-shadow: 0 4px 14px rgb(0 0 0 / 0.12); z-index: 1; font-variant-numeric: tabular-nums;
+  position: absolute; top: 1.9rem; right: 0; max-width: 100%; padding: 0.4rem 0.6rem; pointer-events: none;
+  background: var(--panel); border: 1px solid var(--rule); border-radius: 6px; overflow-wrap: anywhere;
+  font-size: 0.75rem; font-variant-numeric: tabular-nums; opacity: 0.95;
 }
 .tip i { display: inline-block; width: 0.7em; height: 0.7em; border-radius: 50%; margin-right: 0.5em; }
 details { border: 1px solid var(--rule); border-radius: 8px; margin: 0.6rem 0; background: var(--panel); }
@@ -259,7 +263,8 @@ summary b { font-weight: 600; margin-right: 0.5rem; }
 
 SCRIPT = """
 "use strict";
-// At the pointer: for every line the validation nearest in x, marked on the curve and written beside it.
+// At the pointer: for every line the validation nearest in x, marked on the curve and written in the upper right
+// corner, which losses that fall leave free.
 const charts = JSON.parse(document.getElementById("curves").textContent);
 for (const figure of document.querySelectorAll("figure[data-chart]")) {
   const lines = charts[figure.dataset.chart], svg = figure.querySelector("svg");
@@ -283,8 +288,6 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
     hair.setAttribute("x2", x);
     hair.setAttribute("visibility", "visible");
     tip.hidden = !tip.childNodes.length;
-    const at = event.clientX - box.left, left = at < box.width / 2 ? at + 16 : at - tip.offsetWidth - 16;
-    tip.style.left = Math.max(0, Math.min(box.width - tip.offsetWidth, left)) + "px";
   }
   function hide() {
     tip.hidden = true;

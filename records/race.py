@@ -136,7 +136,12 @@ def default_processes():
         gpus = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
     else:
         gpus = 0
-    return gpus or min(2, len(os.sched_getaffinity(0)))
+    return gpus or min(2, cores())
+
+
+def cores():
+    """The cores that this process may use, which may be fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launch_command(script, nproc, settings):
@@ -147,23 +152,21 @@ def launch_command(script, nproc, settings):
 def run_once(command, nproc, output, lock):
     """Run to the end; the new logs. However this race is stopped, the run is stopped with it."""
     before = set(LOGS.glob("*.txt"))
-    cores = len(os.sched_getaffinity(0))
-    environment = {"OMP_NUM_THREADS": str(max(1, cores // nproc)), **os.environ}
+    environment = {"OMP_NUM_THREADS": str(max(1, cores() // nproc)), **os.environ}
     with open(output, "wb") as file:
         # A group of its own: it can be stopped with all its processes, and the terminal's Ctrl-C reaches only us.
         run = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
             start_new_session=True, pass_fds=[lock.fileno()],
         )  # fmt: skip
-        old_handler = signal.signal(signal.SIGTERM, raise_interrupt)
+        for sign in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(sign, raise_interrupt)
         try:
             code = run.wait()
         except BaseException:
             stop(run)
             print("stopped; the same command goes on after the last finished run", file=sys.stderr)
             raise
-        finally:
-            signal.signal(signal.SIGTERM, old_handler)
     if code:
         said = output.read_text(errors="replace").split("\n")
         words = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
@@ -177,6 +180,8 @@ def raise_interrupt(*_):
 
 def stop(run, patience=10):
     """Ask first, so that a run can tidy up; then insist. To the whole group, since torchrun has children."""
+    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sign, signal.SIG_IGN)  # a second Ctrl-C must not leave the run behind
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(run.pid, sign)

@@ -208,6 +208,16 @@ def test_trials_that_only_tell_their_end_are_several_runs_but_a_line_told_twice_
     assert [run.final.loss for run in read_log(path).runs] == [3.28, 3.27, 3.27]
 
 
+def test_a_second_log_in_the_file_is_reported_and_its_source_is_not_taken_for_steps(tmp_path):
+    (path,) = add_logs(tmp_path, [build_log(3.27) + "import os\n" + build_log(3.26)])
+    log = read_log(path)
+    assert [run.final.loss for run in log.runs] == [3.27]
+    line = build_log(3.27).count("\n") + 1
+    assert [(number, "another log begins" in what) for number, what in log.complaints] == [(line, True)]
+    (path,) = add_logs(tmp_path, [f"{build_log(3.27)}{RULER}\n{STEPS}"])  # a line of = alone only parts two trials
+    assert [run.final.loss for run in read_log(path).runs] == [3.27, 3.2785]
+
+
 def test_a_resumed_run_is_one_run_and_keeps_no_step_twice(tmp_path):
     path = tmp_path / "log.txt"
     before = "".join(f"step:{step}/40 val_loss:{9 - step / 10:.4f} train_time:{step}00ms\n" for step in (0, 10, 20, 30))
@@ -412,6 +422,13 @@ def test_check_fails_without_runs_and_on_losses_that_prove_nothing(tmp_path):
     assert "allow no test" in tool("check", *add_logs(tmp_path, same), code=1).out
     diverged = [log.replace("val_loss:3.2751", "val_loss:nan") for log in good_logs()]
     assert "allow no test" in tool("check", *add_logs(tmp_path, diverged), code=1).out
+
+
+def test_check_does_not_pass_over_what_it_cannot_read(tmp_path):
+    paths = add_logs(tmp_path, [log.replace("peak memory", "step:?\npeak memory") for log in good_logs()])
+    assert re.search(r"FAIL  complete  \S+/0000\.txt:28: no step number", tool("check", *paths, code=1).out)
+    paths = add_logs(tmp_path, good_logs(settings="{'target_loss': 3.28}"))
+    assert "FAIL  complete" in tool("check", *paths, code=1).out
 
 
 def test_check_takes_the_target_from_the_log_and_judges_each_track_alone(tmp_path):
