@@ -43,6 +43,7 @@ class Run:
     processes: int
     exit_code: int | None         # None: it took too long and was ended
     seconds: float
+    checkpoints: int
 
 
 def home() -> Path:
@@ -90,10 +91,9 @@ def choose_settings(script: Path, given: dict[str, str], data: Path) -> dict[str
 
 def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str, str]:
     library = home() / "lib"
-    packages = str(HERE / "watch")
     ours = {
         "PATH": f"{venv() / 'bin'}:{HERE / 'nullgpu' / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": packages,
+        "PYTHONPATH": str(HERE / "watch"),
         "PYTHONUNBUFFERED": "1",
         "LD_PRELOAD": str(library / "libcuda.so.1"),
         "LD_LIBRARY_PATH": str(library),
@@ -103,8 +103,9 @@ def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str
         "REHEARSAL_FOLDER": str(folder),
         "REHEARSAL_SCRIPT": str(script),
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",     # many ranks share few cores here
-        "OMP_NUM_THREADS": "1",
+        # many ranks share few cores here
+        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TORCH_LOGS": "graph_breaks,recompiles",
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     }
@@ -132,7 +133,10 @@ def run(script: Path, settings: dict[str, str], processes: int, folder: Path, ca
             if process.poll() is None:
                 process.terminate()     # torchrun passes it on to its ranks
                 process.wait()
-    return Run(folder, processes, exit_code, time.monotonic() - began)
+    checkpoints = list(folder.rglob("*.pt"))
+    for checkpoint in checkpoints:
+        checkpoint.unlink()             # gigabytes of nothing
+    return Run(folder, processes, exit_code, time.monotonic() - began, len(checkpoints))
 
 
 def say(text: str) -> None:

@@ -28,7 +28,8 @@ def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path
         "device": next((m["device"] for m in memory.values()), None),
         "run": {
             "exit_code": run.exit_code, "last_step": leader.last_step, "steps": leader.steps,
-            "validations": leader.validations, "errors": {r: log.error for r, log in logs.items() if log.error},
+            "validations": leader.validations, "checkpoints": run.checkpoints,
+            "errors": {r: log.error for r, log in logs.items() if log.error},
         },
         "compiled": {"kernels": len(kernels), "architectures": sorted({k.architecture for k in kernels})},
         "graph_breaks": merged(logs, "graph_breaks"),
@@ -177,7 +178,7 @@ def as_text(found: dict) -> str:
     lines = [f"Rehearsal of {found['script']}: {found['processes']} x {found['device'] or 'no device'}",
              "Nothing was computed: losses and times mean nothing.", ""]
     lines += [f"run           exit code {run['exit_code']}, step {run['last_step']}/{run['steps']}, "
-              f"{run['validations']} validations"]
+              f"{run['validations']} validations, {run['checkpoints']} checkpoints"]
     lines += [f"compiled      {compiled['kernels']} kernels for {', '.join(compiled['architectures']) or 'nothing'}"]
     lines += [f"graph breaks  {len(found['graph_breaks']) or 'none'}"]
     late = sum(entry["after_warmup"] for entry in found["recompiles"])

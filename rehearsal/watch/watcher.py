@@ -24,7 +24,7 @@ LABELLED_STEPS = 20          # optimizer steps after which the owners of memory 
 
 
 def start(folder: str, rank: int) -> None:
-    log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     name_the_caller_of_warnings()
@@ -82,11 +82,24 @@ class Watcher:
         self.torch = torch
         self.count_flops = ctypes.CDLL(None).nullgpu_matmul_flops
         self.count_flops.restype = ctypes.c_uint64
-        self.collectives = os.open(self.folder / f"rank{self.rank}.collectives", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        path = self.folder / f"rank{self.rank}.collectives"
+        self.collectives = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         register_optimizer_step_pre_hook(self.before_optimizer)
         register_optimizer_step_post_hook(self.after_optimizer)
         torch.cuda._lazy_call(self.watch_memory)
+        self.summarise_at_the_end()
+
+    def summarise_at_the_end(self) -> None:
+        """At the end of Python, or before os._exit, with which a script may leave at once."""
         atexit.register(self.write_summary)
+        leave, process = os._exit, os.getpid()
+
+        def summarise_and_leave(code: int) -> None:
+            if os.getpid() == process:
+                self.write_summary()
+            leave(code)
+
+        os._exit = summarise_and_leave
 
     # ---- Steps
 
