@@ -114,8 +114,8 @@ def check(folder, names):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Talking to the hub: plain ranges through the client's session, because the client's own hf_hub_download begins a
-# killed download anew and leaves the dead one's bytes on disk
+# Talking to the hub: plain ranges through the client's session. The client's own hf_hub_download begins a killed
+# download anew, leaves the dead one's bytes on disk, and can wait for an answer for minutes
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +151,7 @@ def persistently(action, url, progress=lambda: 0):
             if pause is None or status not in (None, 408, 416, 429, *range(500, 600)):
                 raise Problem(f"{url}: {happened}; {advice(status)}") from None
             asked = response.headers.get("Retry-After", "") if status else ""
-            pause = min(int(asked), LONGEST_PAUSE) if asked.isdigit() else pause
+            pause = min(int(asked), LONGEST_PAUSE) if asked.isdecimal() else pause
             say(f"{Path(url).name}: {happened}; trying again in {pause} s")
             time.sleep(pause)
 
@@ -207,14 +207,15 @@ class Shard(NamedTuple):
 def fetch(repo, revision, folder, names):
     """Get the shards that are not there, and with a revision also those that are not that revision's."""
     offline = constants.HF_HUB_OFFLINE
+    if revision and offline:
+        say(f"HF_HUB_OFFLINE is set: shards on disk are not compared with revision {revision}")
     wanted = [name for name in names if what_is_wrong(folder / name) or (revision and not offline)]
-    commit, shards, pool = revision or constants.DEFAULT_REVISION, [], ThreadPoolExecutor(DOWNLOADS_AT_A_TIME)
+    commit, pool = revision or constants.DEFAULT_REVISION, ThreadPoolExecutor(DOWNLOADS_AT_A_TIME)
     if wanted and not offline:
         be_sure_it_answers(url_of(repo, wanted[0], commit))
         commit = metadata_of(url_of(repo, wanted[0], commit)).commit_hash  # one version for all, whatever is pushed now
-    for shard in pool.map(lambda name: look_up(repo, commit, folder, name), wanted):
-        if not is_complete(shard):
-            shards.append(shard)
+    found = list(pool.map(lambda name: look_up(repo, commit, folder, name), wanted))
+    shards = [shard for shard, there in zip(found, pool.map(is_there, found), strict=True) if not there]
     for orphan in set(folder.glob(".*_[0-9]*.bin.*.partial")) - {shard.partial for shard in shards}:
         orphan.unlink()
     if shards:
@@ -254,14 +255,18 @@ def look_up(repo, commit, folder, name):
     return Shard(name, url, size, sha256, folder / name, folder / f".{name}.{version[:16]}.partial", cached)
 
 
-def is_complete(shard):
-    """Is the shard on disk, and the hub's?"""
+def is_there(shard):
+    """Is the shard on disk, whole, and the one that the hub has?"""
     wrong = what_is_wrong(shard.path)
-    if not wrong and shard.path.stat().st_size == shard.size and shard.sha256 in ("", sha256_of(shard.path)):
-        return True
-    if wrong != "missing":
-        say(f"{shard.path}: {wrong or 'not of this revision'}; fetching it again")
-    return False
+    if not wrong and (shard.path.stat().st_size != shard.size or not has_sha256(shard.path, shard.sha256)):
+        wrong = "not that of this revision"
+    if wrong not in (None, "missing"):
+        say(f"{shard.path}: {wrong}; fetching it again")
+    return not wrong
+
+
+def has_sha256(path, stated):
+    return not stated or sha256_of(path) == stated
 
 
 def arrived(shard):
@@ -274,7 +279,7 @@ def complete(shard):
     def grow():
         if arrived(shard) != shard.size:
             append(shard.url, shard.partial, shard.size)
-        if shard.sha256 not in ("", sha256_of(shard.partial)):
+        if not has_sha256(shard.partial, shard.sha256):
             shard.partial.unlink()
             raise TransportError("what arrived has another sha256 than the hub states")
 
@@ -294,24 +299,24 @@ def complete(shard):
 def wait_for(jobs):
     """Show one bar over all bytes until every job is done, or plain lines where stderr is no terminal."""
     terminal, last_line = sys.stderr.isatty(), time.monotonic()
-    start = sum(map(arrived, jobs.values()))
-    plain = "{percentage:.0f}%, {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}"
-    bar = tqdm(
-        total=sum(shard.size for shard in jobs.values()), initial=start, unit="B", unit_scale=True, dynamic_ncols=True,
-        file=sys.stderr if terminal else io.StringIO(), bar_format=None if terminal else plain,
-    )
+    start, total = sum(map(arrived, jobs.values())), sum(shard.size for shard in jobs.values())
+    if terminal:
+        look = dict(file=sys.stderr, dynamic_ncols=True)
+    else:
+        plain = "{percentage:.0f}%, {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}"
+        look = dict(file=io.StringIO(), bar_format=plain)
     running = set(jobs)
-    while running:
-        finished, running = wait(running, timeout=0.2, return_when=FIRST_EXCEPTION)
-        now = sum(arrived(shard) if job in running else shard.size for job, shard in jobs.items())
-        bar.set_postfix_str(f"{now / TOKEN_BYTES / 1e6:,.0f}M of {bar.total / TOKEN_BYTES / 1e6:,.0f}M tokens", False)
-        bar.update(now - bar.n)
-        if not terminal and time.monotonic() - last_line > PLAIN_LINE_SECONDS:
-            last_line = time.monotonic()
-            say(str(bar))
-        for job in finished:
-            job.result()
-    bar.close()
+    with tqdm(total=total, initial=start, unit="B", unit_scale=True, **look) as bar:
+        while running:
+            finished, running = wait(running, timeout=0.2, return_when=FIRST_EXCEPTION)
+            now = sum(arrived(shard) if job in running else shard.size for job, shard in jobs.items())
+            bar.set_postfix_str(f"{now / TOKEN_BYTES / 1e6:,.0f}M of {total / TOKEN_BYTES / 1e6:,.0f}M tokens", False)
+            bar.update(now - bar.n)
+            if not terminal and time.monotonic() - last_line > PLAIN_LINE_SECONDS:
+                last_line = time.monotonic()
+                say(str(bar))
+            for job in finished:
+                job.result()
 
 
 def main():

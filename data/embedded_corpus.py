@@ -11,7 +11,8 @@ shards need no torch at all.
 
 With --text every file below DIR is a document, byte for byte. Left out, and counted: hidden, empty and binary files
 (a zero byte in the first 64 KiB), links, and what is no regular file. The documents are ordered by the sha256 of their
-name; the last tenth (at most 10 MiB) is validation, and a document that lies across that line is divided there.
+name; the last tenth (at most 10 MiB) is validation. A document that lies across that line, or across the end of a
+shard (100M tokens), is divided there.
 
 A shard is 256 int32 (20240520, 1, number of tokens, zeros), then the tokens as uint16. Token 256 starts a document.
 """
@@ -143,7 +144,7 @@ def write_shard(path, documents):
         with open(temporary(path), "wb") as file:
             file.write(bytes(HEADER_BYTES))
             for document in documents:
-                np.array([DOCUMENT_TOKEN], "<u2").tofile(file)
+                file.write(struct.pack("<H", DOCUMENT_TOKEN))
                 for piece in document:
                     file.write(np.frombuffer(piece, np.uint8).astype("<u2"))
             tokens = (file.tell() - HEADER_BYTES) // TOKEN_BYTES
@@ -159,7 +160,7 @@ def put_in_place(folder, paths):
     """Give finished shards their names; shards of an earlier call that had more of them go."""
     for path in paths:
         os.replace(temporary(path), path)
-    for path in set(folder.glob(f"{glob.escape(folder.name)}_*_[0-9]*.bin")) - set(paths):
+    for path in set(folder.glob(f"{glob.escape(folder.name)}_train_{'[0-9]' * 6}.bin")) - set(paths):
         path.unlink()
 
 
@@ -173,7 +174,7 @@ def remove_temporaries(folder):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def embedded(folder):
+def make_embedded(folder):
     """Make sure that the default corpus is in the folder, with the sha256 stated above."""
     if not good_shards(folder):
         with one_process(folder):
@@ -256,12 +257,12 @@ def what_differs(torch):
 # Anybody's text
 # ---------------------------------------------------------------------------------------------------------------------
 
-VALIDATION_SHARE, MAX_VALIDATION_TOKENS = 10, 10 * 2**20 + 1
+VALIDATION_SHARE, MAX_VALIDATION_TOKENS = 10, 10 * 2**20 + 1  # one more than FineWeb's: targets are shifted by one
 LEAST_SEQUENCE = 2048  # the CPU track's
 ENOUGH_VALIDATION = 2**18  # what the CPU track validates on
 
 
-def text(source, folder):
+def make_from_text(source, folder):
     """Turn every text file below source into shards named after their folder, and say how to train on them."""
     documents = text_files(source)
     total = sum(1 + end for _, _, end in documents)
@@ -280,8 +281,7 @@ def text(source, folder):
             put_in_place(folder, shards)
         finally:
             remove_temporaries(folder)
-    print(f"{folder}: {len(documents)} documents, {sum(tokens[1:]):,} training tokens in {len(tokens) - 1} shards,")
-    print(f"{tokens[0]:,} validation tokens. To train on them:")
+    print(f"{folder}: {len(documents)} documents, {sum(tokens[1:]):,} training and {tokens[0]:,} validation tokens")
     print(training_command(folder, tokens[0]))
 
 
@@ -340,7 +340,7 @@ def read(path, start, end):
 
 def training_command(folder, validation_tokens):
     """How to train on these shards; a power of two is whole sequences for every sequence length up to it."""
-    whole = 2 ** ((validation_tokens - 1).bit_length() - 1)  # one token less: the targets are shifted by one
+    whole = 2 ** ((validation_tokens - 1).bit_length() - 1)
     root = HERE.parent
     shown = Path(glob.escape(str(folder.relative_to(root) if folder.is_relative_to(root) else folder)))
     files = {key: shlex.quote(str(shown / f"{glob.escape(folder.name)}_{key}_*.bin")) for key in ("train", "val")}
@@ -358,12 +358,12 @@ def main():
     if args.text is None:
         if args.out:
             raise Problem(f"--out {args.out} goes with --text; the default corpus belongs in {HERE / 'embedded'}")
-        return embedded(HERE / "embedded")
+        return make_embedded(HERE / "embedded")
     name = re.sub(r"[^\w.-]", "_", args.text.resolve().name, flags=re.ASCII).lstrip(".") or "text"
     folder = (args.out or HERE / name).resolve()
     if folder == HERE / "embedded":
         raise Problem(f"{folder} is the default corpus's own; choose another with --out")
-    text(args.text, folder)
+    make_from_text(args.text, folder)
 
 
 if __name__ == "__main__":
