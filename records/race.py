@@ -178,8 +178,8 @@ def raise_interrupt(*_):
     raise KeyboardInterrupt
 
 
-def stop(run, patience=10):
-    """Ask first, so that a run can tidy up; then insist. To the whole group, since torchrun has children."""
+def stop(run, patience=60):
+    """Ask first, so that a run can tidy up; then insist. torchrun itself needs up to 30 s to end its workers."""
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, signal.SIG_IGN)  # a second Ctrl-C must not leave the run behind
     for sign in (signal.SIGTERM, signal.SIGKILL):

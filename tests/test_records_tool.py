@@ -507,7 +507,8 @@ class GPT:
     softcap = 30
     text = """one
 
-    # not a comment"""
+    # not a comment
+    """
 '''
 NEW = OLD.replace("Old words", "New words").replace("softcap = 30", "softcap = 15").replace("# take a step", "# go on")
 
@@ -588,9 +589,10 @@ def test_no_comments_compares_code_only(tmp_path):
     (tmp_path / "a.py").write_text(OLD)
     (tmp_path / "b.py").write_text(NEW)
     out = tool("diff", "a.py", "b.py", "--no-comments", cwd=tmp_path).out
-    assert re.findall(r"^[-+] .*", out, re.MULTILINE) == ["-    softcap = 30", "+    softcap = 15"]
-    (tmp_path / "b.py").write_text(OLD.replace("# not a comment", "# still not a comment"))
-    assert "still not" in tool("diff", "a.py", "b.py", "--no-comments", cwd=tmp_path).out
+    assert re.findall(r"^[-+](?![-+]).*", out, re.MULTILINE) == ["-    softcap = 30", "+    softcap = 15"]
+    for inside_a_string in ("# still not a comment", "# not a comment "):
+        (tmp_path / "b.py").write_text(OLD.replace("# not a comment", inside_a_string))
+        assert f"+    {inside_a_string}" in tool("diff", "a.py", "b.py", "--no-comments", cwd=tmp_path).out
     (tmp_path / "b.py").write_text("not python (")
     assert "b.py: not Python" in tool("diff", "a.py", "b.py", "--no-comments", cwd=tmp_path, code=2).err
 
