@@ -142,6 +142,27 @@ def test_of_several_processes_one_makes_the_corpus_and_the_others_wait(script):
     assert sorted(os.listdir(script.parent / "embedded")) == [TRAIN, VAL]
 
 
+def test_a_lock_on_a_file_that_was_removed_meanwhile_does_not_count(script, tmp_path):
+    write_texts(tmp_path / "texts", 20)
+    path = script.parent / "texts" / ".lock"
+    path.parent.mkdir()
+    with open(path, "w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        line = [sys.executable, str(script), "--text", str(tmp_path / "texts")]
+        process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert "waiting for it" in process.stderr.readline()
+        path.unlink()
+        with open(path, "w") as second:
+            fcntl.flock(second, fcntl.LOCK_EX)
+            first.close()
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.communicate(timeout=2)
+            assert os.listdir(path.parent) == [".lock"]
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert sorted(os.listdir(path.parent)) == ["texts_train_000001.bin", "texts_val_000000.bin"]
+
+
 def test_ctrl_c_ends_in_one_line(script):
     (script.parent / "embedded").mkdir()
     with open(script.parent / "embedded" / ".lock", "w") as lock:
@@ -167,6 +188,12 @@ def fake_torch(folder, version, files):
             (folder / name).write_bytes(content)
     (info / "RECORD").write_text("".join(rows))
     return {"PYTHONPATH": str(folder)}
+
+
+def test_line_ends_of_a_windows_wheel_make_no_difference(tmp_path):
+    fake_torch(tmp_path, "2.13.0", {"torch/a.py": (b"a\r\nb\r\n", b""), "torch/b.py": (b"", b"")})
+    torch = importlib.metadata.Distribution.at(tmp_path / "torch-2.13.0.dist-info")
+    assert embedded_corpus.torch_documents(torch) == [(hashlib.sha256(b"torch/a.py").digest(), b"a\nb\n")]
 
 
 def test_a_torch_that_is_missing_or_another_version_is_reported(script, tmp_path):

@@ -236,6 +236,7 @@ def test_a_store_that_ignores_ranges_costs_time_but_no_byte(hub, folder):
     hub.fault("GET", ONE, "cut", "no ranges")
     assert fetch(hub, folder, 1).returncode == 0
     assert content(folder) == shards(1)
+    assert len(hub.asked("GET", ONE)) == 2
 
 
 def test_a_store_that_always_breaks_off_at_the_same_byte_ends_in_a_line(hub, folder):
