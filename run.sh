@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# The one command: set up, get the data, train on what is here.
+#
+#   ./run.sh [--setting value ...]                  train the current script
+#   ./run.sh records/<name> [--setting value ...]   train a record's script
+#   ./run.sh test [--rehearsal] [pytest's flags]    run the tests
+#   ./run.sh rehearse [record] [--setting value]    try the 8xH100 run without a GPU
+#
+# Environment: PYTHON (python3) makes the virtual environment, VENV (.venv) is where, PROCESSES says how many to start.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+venv=${VENV:-.venv}
+python=$venv/bin/python
+
+die() { echo "run.sh: $*" >&2; exit 2; }
+
+install() {  # a requirements file; done once, and again when it changes
+    local wanted stamp=$venv/.installed-$1
+    wanted=$(cat requirements.txt "$1")
+    [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
+    echo "setting up $venv with $1 (only this once)"
+    if [ ! -x "$python" ]; then
+        "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "Python 3.10 or newer is needed"
+        "${PYTHON:-python3}" -m venv "$venv" || die "cannot make the virtual environment $venv"
+    fi
+    "$python" -m pip install --quiet --disable-pip-version-check -r "$1" || die "pip could not install $1"
+    echo "$wanted" > "$stamp"
+}
+
+launch() {  # processes, script, settings: torchrun, but its exit code is the script's and it adds no traceback
+    local processes=$1
+    shift
+    if [ "$processes" = 1 ]; then
+        "$python" "$@"
+        return
+    fi
+    LOGLEVEL=${LOGLEVEL:-CRITICAL} "$python" -c '
+import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try:
+    main()
+except ChildFailedError as failure:
+    code = failure.get_first_failure()[1].exitcode
+    sys.exit(code if code >= 0 else 128 - code)
+except SignalException as received:
+    sys.exit(128 + received.sigval)
+' --standalone --nproc_per_node="$processes" "$@"
+}
+
+case ${1:-} in
+test)
+    shift
+    install requirements-dev.txt
+    marks="not rehearsal"
+    if [ "${1:-}" = --rehearsal ]; then
+        shift
+        marks=rehearsal
+    fi
+    exec "$python" -m pytest -m "$marks" "$@"
+    ;;
+rehearse)
+    shift
+    install requirements.txt
+    exec "$python" -m rehearsal "$@"
+    ;;
+esac
+
+script=train_gpt.py
+if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
+    script=${1%/}
+    script=${script%/train_gpt.py}/train_gpt.py
+    [ -f "$script" ] || die "$script does not exist; the records are: $(ls -d records/[0-9]*/ 2>/dev/null | tr '\n' ' ')"
+    shift
+fi
+case " $* " in *" --help "*) install requirements.txt; exec "$python" "$script" --help ;; esac
+
+install requirements.txt
+read -r gpus cores < <("$python" -c 'import os, torch; print(torch.cuda.device_count(), os.cpu_count())')
+if [ "$gpus" -gt 0 ]; then
+    processes=${PROCESSES:-$gpus}
+    echo "$gpus GPUs: FineWeb, the record's settings, one process on each of $processes"
+    get_data=(data/cached_fineweb10B.py 10)
+else
+    # On 2 cores, two processes of one thread are faster than one process of two.
+    processes=${PROCESSES:-$((cores >= 8 ? 8 : cores >= 4 ? 4 : cores >= 2 ? 2 : 1))}
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / processes > 0 ? cores / processes : 1))}
+    echo "no GPU: the embedded corpus, the LAPTOP settings, $processes processes of $OMP_NUM_THREADS threads on $cores cores"
+    get_data=(data/embedded_corpus.py)
+fi
+case " $*" in
+*" --train_files"*) ;; # the user brings the data
+*) "$python" "${get_data[@]}" ;;
+esac
+
+started=$(mktemp)
+trap 'rm -f "$started"' EXIT
+launch "$processes" "$script" "$@"
+if [ "$script" = train_gpt.py ] && [ -n "$(find checkpoints -name 'step_*.pt' -newer "$started" 2>/dev/null)" ]; then
+    echo
+    "$python" sample.py latest --tokens 300
+fi
