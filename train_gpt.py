@@ -872,19 +872,22 @@ class Trainer:
         self.adam = torch.optim.Adam([
             dict(params=embeddings, lr=s.embedding_lr),
             dict(params=[self.model.head.weight], lr=s.head_lr),
-            # While the projections are zero the mixes have no gradient but rounding noise: eps keeps that from counting.
+            # While the projections are zero the mixes have no gradient but rounding noise: eps keeps it from counting.
             dict(params=scalars, lr=s.scalar_lr, eps=1e-5),
         ], betas=(s.adam_beta1, s.adam_beta2), fused=True)
         self.muon = Muon(matrices, s.muon_lr, s.momentum_start, s.ns_steps, world, getattr(torch, s.dtype),
                          torch.compile(newton_schulz, dynamic=False) if s.compile else newton_schulz)
-        self.groups = self.adam.param_groups + self.muon.param_groups
-        self.full_rates = [group["lr"] for group in self.groups]
+        self.full_rates = [group["lr"] for group in self.groups()]
         self.window_blocks = torch.zeros((), dtype=torch.int32, device=world.device)
+
+    def groups(self) -> list[dict]:
+        """The optimizers' parameter groups; asked for anew each time, as loading a state replaces Adam's."""
+        return self.adam.param_groups + self.muon.param_groups
 
     def set_schedules(self, step: int) -> None:
         s, progress = self.settings, step / self.settings.num_iterations
         self.window_blocks.fill_(window_in_blocks(progress, s.window_start, s.window_end))
-        for group, full_rate in zip(self.groups, self.full_rates, strict=True):
+        for group, full_rate in zip(self.groups(), self.full_rates, strict=True):
             group["lr"] = full_rate * learning_rate(progress, s.cooldown_frac)
         for group in self.muon.param_groups:
             group["momentum"] = muon_momentum(step, s.momentum_warmup, s.momentum_start, s.momentum_end)
@@ -934,8 +937,10 @@ class Trainer:
         tokens = torch.randint(s.vocab_size, (s.sequence_length,), generator=torch.Generator().manual_seed(0))
         made_up = tokens.to(self.world.device, torch.int32), tokens.to(self.world.device)
         mine = len(range(self.world.rank, s.batch_sequences, self.world.size))
-        for i in range(s.warmup_steps):
-            self.backward([made_up] * mine, step=i * s.num_iterations // s.warmup_steps)
+        # Never without one among several processes: DDP settles the order in which it sums at its first backward.
+        steps = max(s.warmup_steps, int(self.world.size > 1))
+        for i in range(steps):
+            self.backward([made_up] * mine, step=i * s.num_iterations // steps)
             self.update()
             with torch.no_grad():
                 self.compiled(*made_up, self.window_blocks)
@@ -945,12 +950,12 @@ class Trainer:
 
     def state(self) -> dict:
         """All that the next step depends on, whatever the number of processes; every process must take part."""
-        return dict(model=self.model.state_dict(), adam=self.adam.state_dict(), muon=self.muon.gathered_momentum(),
-                    random=torch.get_rng_state())
+        return dict(model=self.model.state_dict(), adam=self.adam.state_dict()["state"],
+                    muon=self.muon.gathered_momentum(), random=torch.get_rng_state())
 
     def load_state(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
-        self.adam.load_state_dict(state["adam"])
+        self.adam.load_state_dict(dict(self.adam.state_dict(), state=state["adam"]))  # rates and betas: the settings'
         self.muon.load_momentum(state["muon"])
         torch.set_rng_state(state["random"])
 
@@ -1050,7 +1055,7 @@ def loop(trainer: Trainer, loader: Loader, val_shard: Shard, log: RunLog, resume
 
         loss, stop_code = trainer.backward(loader.next_batch(log.note), step)
         if not math.isfinite(loss):
-            rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(group["lr"] for group in trainer.groups))
+            rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(group["lr"] for group in trainer.groups()))
             raise Stopped(f"stopped at step {step + 1}: the loss is {loss}; learning rates {rates}; "
                           f"last checkpoint: {last_saved}", exit_code=1)
         trainer.update()
