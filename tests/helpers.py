@@ -17,7 +17,7 @@ TINY = dict(vocab_size=257, document_token=256, num_layers=2, num_heads=2, model
             warmup_steps=0)
 
 
-def write_shard(path: Path, tokens: np.ndarray, magic: int = 20240520, version: int = 1, count: int | None = None) -> Path:
+def write_shard(path: Path, tokens, magic: int = 20240520, version: int = 1, count: int | None = None) -> Path:
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,8 +43,8 @@ def run_script(arguments: list[str], cwd: Path, processes: int = 1, script: Path
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") | env
-    return subprocess.run([*launcher, str(script), *arguments], cwd=cwd, env=environment, capture_output=True, text=True,
-                          timeout=timeout)
+    return subprocess.run([*launcher, str(script), *arguments], cwd=cwd, env=environment, timeout=timeout,
+                          capture_output=True, text=True)
 
 
 def only_log(folder: Path) -> Path:
