@@ -102,7 +102,8 @@ def summarise_flops(of_ranks: dict[int, readings.Traffic], resolved: dict) -> di
 def explain_out_of_memory(found: dict, unlimited: dict) -> None:
     """Adds what the run would have needed, and a shorter sequence that fits, from a run on a card without limit."""
     oom, peaks = found["out_of_memory"], unlimited["memory"]["per_rank"].values()
-    oom["needed_bytes"] = max((peak["peak_reserved_bytes"] for peak in peaks), default=None)
+    # allocated, not reserved: with no limit in sight the allocator keeps what it would otherwise give back
+    oom["needed_bytes"] = max((peak["peak_allocated_bytes"] for peak in peaks), default=None)
     oom["holders"] = unlimited["memory"]["holders"]
     length, batch = (int(found["resolved"][name] or 0) for name in ("sequence_length", "batch_sequences"))
     if oom["needed_bytes"] and length and batch:
@@ -112,7 +113,7 @@ def explain_out_of_memory(found: dict, unlimited: dict) -> None:
 
 def shorter_sequence(length: int, batch: int, needed: int, lasting: int, total: int) -> dict | None:
     """Halves the sequence and doubles their number until it fits: all but the lasting part shrinks with it."""
-    reserve = total // 20      # fragmentation, the context, NCCL's own buffers
+    reserve = total // 10      # fragmentation, the context, NCCL's own buffers
     part = 1.0
     while length % (2 * BLOCK) == 0:
         length, batch, part = length // 2, batch * 2, part / 2

@@ -315,12 +315,12 @@ def test_a_collective_of_the_wrong_size_on_one_rank_is_reported(rehearse):
 
 @pytest.mark.rehearsal
 def test_a_sequence_too_long_for_memory_is_explained_and_the_advice_is_sound(rehearse):
-    exit_code, found, _ = rehearse("--processes", "1", "--gpu_memory", "5", "--sequence_length", "32768")
+    exit_code, found, _ = rehearse("--processes", "1", "--gpu_memory", "3", "--sequence_length", "32768")
     assert exit_code == 1 and kinds(found) == {"out_of_memory"}
     fits = found["out_of_memory"]["fits"]
     assert fits["sequence_length"] * fits["batch_sequences"] == 32768 * 8
     advice = [word for name in ("sequence_length", "batch_sequences") for word in (f"--{name}", str(fits[name]))]
-    exit_code, found, _ = rehearse("--processes", "1", "--gpu_memory", "5", *advice)
+    exit_code, found, _ = rehearse("--processes", "1", "--gpu_memory", "3", *advice)
     assert exit_code == 0
-    peak = found["memory"]["per_rank"]["0"]["peak_reserved_bytes"]
-    assert peak <= 5 * 2**30 and peak == pytest.approx(fits["estimated_bytes"], rel=0.2)
+    peak = found["memory"]["per_rank"]["0"]["peak_allocated_bytes"]
+    assert peak == pytest.approx(fits["estimated_bytes"], rel=0.1)
