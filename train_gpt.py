@@ -584,7 +584,7 @@ class Loader:
                 for inputs, targets in sequences]
 
     def read(self, position: list[int]) -> tuple[list[tuple[Tensor, Tensor]], bool, list[int]]:
-        (index, first), wrapped = position, False
+        index, first, wrapped = position[0] % len(self.paths), position[1], False
         self.open(index)
         while first + self.batch_tokens + 1 > len(self.shard):  # the rest is smaller than a batch
             wrapped = wrapped or index + 1 == len(self.paths)
@@ -646,14 +646,16 @@ class RunLog:
         self.speaks, self.path, self.bar, self.unwritten = world.rank == 0, path, None, b""
         if not self.speaks:
             return
+        is_new = not path.exists()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(path, "ab", buffering=0)
-            is_new = self.file.tell() == 0
             if is_new and self.file.write(header.encode()) < len(header.encode()):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            path.unlink(missing_ok=True)
+            if is_new:
+                with contextlib.suppress(OSError):
+                    path.unlink()
             raise UserError(f"the log {path} cannot be written: {error.strerror.lower()}") from None
 
     def write(self, text: str) -> None:
@@ -669,8 +671,9 @@ class RunLog:
 
     def say(self, text: str) -> None:
         if self.speaks:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # the console may be a file on a full disk, too
+                tqdm.write(text, file=sys.stdout)
+                sys.stdout.flush()
 
     def note(self, text: str) -> None:
         self.write(text)
@@ -775,12 +778,21 @@ def connect(world: World, timeout: int) -> dist.Store | None:
     """Join the other processes. The store remains for what they have to say when collectives no longer work."""
     if world.size == 1:
         return None
-    limit = timedelta(seconds=timeout)
-    store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+    start_limit = timedelta(seconds=max(timeout, 300))  # one process may start much later than another
+    store, _, _ = next(dist.rendezvous("env://", timeout=start_limit))
+    store.set(f"here/{world.rank}", "")
+    try:
+        store.wait([f"here/{rank}" for rank in range(world.size)], start_limit)
+    except dist.DistStoreError:
+        raise UserError(f"rank {absent(world, store, 'here')} has not started") from None
     dist.init_process_group("nccl" if world.on_gpu else "gloo", store=store, rank=world.rank, world_size=world.size,
-                            timeout=limit, device_id=world.device if world.on_gpu else None)
+                            timeout=timedelta(seconds=timeout), device_id=world.device if world.on_gpu else None)
     dist.barrier()
     return store
+
+def absent(world: World, store: dist.Store, word: str) -> str:
+    """The ranks that have not left this word in the store."""
+    return ", ".join(str(rank) for rank in range(world.size) if not store.check([f"{word}/{rank}"]))
 
 def from_first_rank(value, world: World):
     """The first process's value, on all of them."""
@@ -809,25 +821,27 @@ def choose_dtype(settings: Hyperparameters, world: World) -> tuple[Hyperparamete
     dtype = "bfloat16" if speedup > 1 else "float32"
     return replace(settings, dtype=dtype), f"bfloat16 runs at {speedup:.1f} times float32's speed here"
 
-class Stopped(Exception):
-    """The end of a run before its last step, with the exit code that says why."""
+class Stopped(BaseException):
+    """The end of a run before its last step, with the exit code that says why; no fault that others may catch."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
         self.exit_code = exit_code
 
 class StopSignals:
-    """Remembers Ctrl-C and SIGTERM until the step is finished."""
+    """Remembers Ctrl-C and SIGTERM until the step is finished; before the first step they end the run at once."""
 
     def __init__(self):
-        self.received = {signal.SIGINT: False, signal.SIGTERM: False}
+        self.received, self.in_steps = {signal.SIGINT: False, signal.SIGTERM: False}, False
 
     def listen(self) -> None:
         for number in self.received:
-            signal.signal(number, self.remember)
+            signal.signal(number, self.receive)
 
-    def remember(self, number: int, frame) -> None:
+    def receive(self, number: int, frame) -> None:
         self.received[number] = True
+        if not self.in_steps:
+            raise Stopped(f"stopped by {signal.Signals(number).name} before the first step", 128 + number)
 
 def sum_beside(values: Tensor, world: World, timeout: int):
     """Sum a few values over the processes beside the device's other work; returns the function that waits for them.
@@ -964,32 +978,52 @@ FREE_SETTINGS = {"train_files", "val_files", "val_loss_every", "val_tokens", "ta
                  "coordinate_descent", "collective_timeout", "log_dir", "checkpoint_dir", "save_every", "resume",
                  "resume_anyway"}
 
-def save_checkpoint(checkpoint: dict, folder: Path, log: RunLog) -> bool:
-    """Write under a temporary name, sync, rename, keep the last two: at any moment a whole checkpoint is there."""
-    path = folder / f"step_{checkpoint['step']:06d}.pt"
-    temporary = path.with_suffix(".tmp")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        for old in sorted(folder.glob("step_*.pt"))[:-2]:
-            old.unlink()
-    except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
-        log.note(f"no checkpoint at step {checkpoint['step']}, the run goes on: {str(error).splitlines()[0]}")
-        return False
-    log.note(f"saved {path}")
-    return True
+def by_age(path: Path) -> tuple[int, str]:
+    return path.stat().st_mtime_ns, path.name
+
+class Checkpoints:
+    """Saves a run's checkpoints, keeps the last two, and knows which is the last good one."""
+
+    def __init__(self, folder: Path, log: RunLog, last_good: str):
+        self.folder, self.log, self.last_good, self.unproven = folder, log, last_good, None
+
+    def save(self, checkpoint: dict) -> None:
+        """Write under a temporary name, sync, rename: at any moment a whole checkpoint is there."""
+        path, unfinished = self.folder / f"step_{checkpoint['step']:06d}.pt", self.folder / "unfinished.tmp"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(unfinished, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.rename(path)
+            folder = os.open(self.folder, os.O_RDONLY)
+            os.fsync(folder)  # a name is safe only when its folder is
+            os.close(folder)
+            for old in sorted(self.folder.glob("step_*.pt"), key=by_age)[:-2]:
+                old.unlink()
+        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            self.log.note(f"no checkpoint at step {checkpoint['step']}, the run goes on: {str(error).splitlines()[0]}")
+            return
+        self.unproven = path
+        self.log.note(f"saved {path}")
+
+    def judge(self, loss: float) -> bool:
+        """Is the loss finite? Then the weights that were last saved are good; if not, they are set aside."""
+        if math.isfinite(loss):
+            self.last_good, self.unproven = self.unproven or self.last_good, None
+        elif self.unproven:  # no more to be found by --resume latest
+            self.unproven.rename(self.unproven.with_suffix(".bad"))
+        return math.isfinite(loss)
 
 def load_checkpoint(settings: Hyperparameters, world: World, source: str, data: list[dict]) -> dict:
     """The checkpoint that --resume names, empty for none; refused if it belongs to another run than this."""
     path = settings.resume
     if path == "latest":
         found = Path(settings.checkpoint_dir).glob("*/step_*.pt")
-        path = from_first_rank(str(max(found, key=os.path.getmtime, default="")), world)
+        path = from_first_rank(str(max(found, key=by_age, default="")), world)
     if not path:
         return {}
     try:
@@ -997,8 +1031,13 @@ def load_checkpoint(settings: Hyperparameters, world: World, source: str, data: 
         then, now = checkpoint["settings"], asdict(settings)
         differences = [f"{name} was {then.get(name)!r} and is {now.get(name)!r}" for name in then | now
                        if name not in FREE_SETTINGS and then.get(name) != now.get(name)]
-        differences += ["the data differs"] * (checkpoint["data"] != data)
-        differences += ["the script differs"] * (checkpoint["source"] != source)
+        if checkpoint["data"] != data:
+            changed = [x["file"] for x in checkpoint["data"] + data if (x in data) != (x in checkpoint["data"])]
+            differences.append(f"the data differs: {', '.join(dict.fromkeys(changed))}")
+        if checkpoint["source"] != source:
+            pairs = zip(checkpoint["source"].splitlines(), source.splitlines(), strict=False)
+            first = next((number for number, (old, new) in enumerate(pairs, 1) if old != new), "the last")
+            differences.append(f"the script differs from line {first} on")
     except Exception as error:
         raise UserError(f"--resume {path}: not a checkpoint that can be read: {str(error).splitlines()[0]}") from None
     if differences and not settings.resume_anyway:
@@ -1022,13 +1061,17 @@ def train(settings: Hyperparameters, world: World, source: str, dtype_reason: st
             f"{weights / 1e6:.1f}M weights in {s.num_layers} layers of width {s.model_dim}; "
             f"{s.num_iterations} steps of {s.batch_sequences} x {s.sequence_length} tokens\n"
             f"log: {log.path}")
-    trainer.warm_up()
-    if resumed:
-        trainer.load_state(resumed["state"])
-        loader.seek(resumed["loader"])
-        log.note(f"resumed at step {resumed['step']} from {resumed['path']}")
     about = dict(run_id=run_id, settings=asdict(s), source=source, data=data)
     try:
+        trainer.signals.listen()
+        trainer.warm_up()
+        if resumed:
+            try:
+                trainer.load_state(resumed.pop("state"))
+            except (KeyError, ValueError, RuntimeError) as error:
+                raise UserError(f"--resume {resumed['path']}: {' '.join(str(error).split())}") from None
+            loader.seek(resumed["loader"])
+            log.note(f"resumed at step {resumed['step']} from {resumed['path']}")
         loop(trainer, loader, val_shard, log, resumed, about)
     except Stopped as stop:
         log.note(str(stop))
@@ -1038,40 +1081,45 @@ def train(settings: Hyperparameters, world: World, source: str, dtype_reason: st
 
 def loop(trainer: Trainer, loader: Loader, val_shard: Shard, log: RunLog, resumed: dict, about: dict) -> None:
     s, world = trainer.settings, trainer.world
-    folder, last_saved = Path(s.checkpoint_dir) / about["run_id"], resumed.get("path", "none")
+    checkpoints = Checkpoints(Path(s.checkpoint_dir) / about["run_id"], log, resumed.get("path", "none"))
     first_step = resumed.get("step", 0)
     clock = Clock(world.on_gpu, resumed.get("train_time", 0.0))
+
+    def stop_unless_finite(loss: float, step: int) -> None:
+        if not checkpoints.judge(loss):
+            rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(group["lr"] for group in trainer.groups()))
+            raise Stopped(f"stopped at step {step}: the loss is {loss}; learning rates {rates}; "
+                          f"last good checkpoint: {checkpoints.last_good}", exit_code=1)
+
     log.start_bar(first_step, s)
-    trainer.signals.listen()
+    trainer.signals.in_steps = True
     clock.start()
     for step in range(first_step, s.num_iterations + 1):
         if step == s.num_iterations or (s.val_loss_every and step % s.val_loss_every == 0):
             clock.stop()
             val_loss = trainer.validate(val_shard, step)
             log.note(f"step:{step}/{s.num_iterations} val_loss:{val_loss:.4f} {clock.line(step)}")
+            stop_unless_finite(val_loss, step)
             clock.start()
         if step == s.num_iterations:
             break
 
         loss, stop_code = trainer.backward(loader.next_batch(log.note), step)
-        if not math.isfinite(loss):
-            rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(group["lr"] for group in trainer.groups()))
-            raise Stopped(f"stopped at step {step + 1}: the loss is {loss}; learning rates {rates}; "
-                          f"last checkpoint: {last_saved}", exit_code=1)
-        trainer.update()
         done = step + 1
+        stop_unless_finite(loss, done)
+        trainer.update()
         log.step(done, loss, clock, s)
 
         if s.save_every and (stop_code or done % s.save_every == 0 or done == s.num_iterations):
             clock.stop()
             state = trainer.state()
             checkpoint = dict(about, step=done, train_time=clock.seconds, loader=loader.position, state=state)
-            if world.rank == 0 and save_checkpoint(checkpoint, folder, log):
-                last_saved = folder / f"step_{done:06d}.pt"
+            if world.rank == 0:
+                checkpoints.save(checkpoint)
             clock.start()
         if stop_code:
             raise Stopped(f"stopped after step {done} by {signal.Signals(stop_code - 128).name}; "
-                          f"last checkpoint: {last_saved}", stop_code)
+                          f"last checkpoint: {checkpoints.unproven or checkpoints.last_good}", stop_code)
     log.close()
     log.write(f"peak memory: {peak_memory(world)}")
     reached = "reached" if val_loss <= s.target_loss else "not reached"
@@ -1080,18 +1128,21 @@ def loop(trainer: Trainer, loader: Loader, val_shard: Shard, log: RunLog, resume
 
 def is_collective(error: Exception) -> bool:
     """Did another process cause this error?"""
-    return isinstance(error, dist.DistError | TimeoutError) or "gloo" in str(error).lower()
+    return isinstance(error, dist.DistError | TimeoutError) or bool(re.search("gloo|pair closure", str(error)))
 
 def roll_call(world: World, store: dist.Store, error: Exception) -> None:
-    """When a collective has failed: every process that still can says so in the store, and one names the others."""
-    everybody = range(world.size)
-    store.set(f"failed/{world.rank}", f"{type(error).__name__}: {error}".splitlines()[0])
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not store.check([f"failed/{rank}" for rank in everybody]):
-        time.sleep(0.1)
-    silent = [str(rank) for rank in everybody if not store.check([f"failed/{rank}"])]
-    if silent and store.add("speakers", 1) == 1:
-        print(f"train_gpt: no answer from rank {', '.join(silent)}: killed, crashed or hung", file=sys.stderr)
+    """After a failed collective: every process that waited in vain says so in the store, and one names the others.
+
+    Only for a timeout. A process that has ended breaks the connections at once, and torchrun reports its rank.
+    """
+    store.set(f"waited/{world.rank}", "")
+    if re.search("timed? ?out", str(error), re.IGNORECASE):
+        deadline = time.monotonic() + 5
+        while absent(world, store, "waited") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if store.add("speakers", 1) == 1:
+            hung = absent(world, store, "waited") or "any other"
+            print(f"train_gpt: no answer from rank {hung} within collective_timeout: hung or cut off", file=sys.stderr)
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the training and returns the exit code: 0, 2 for what the user can put right, 130 or 143 for signals."""
@@ -1118,14 +1169,15 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if not store or not is_collective(error):
-            traceback.print_exc()
-        if store:
-            roll_call(world, store, error)
+        if store and is_collective(error):
+            with contextlib.suppress(dist.DistError):  # the store may have gone with torchrun
+                roll_call(world, store, error)
+        else:
+            print(f"train_gpt: rank {world.rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
         return 1
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)  # at once, whatever a process that hangs has left unfinished
