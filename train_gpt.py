@@ -764,7 +764,7 @@ def find_place() -> World:
     return World(rank, max(size, 1), local_rank, device)
 
 def start_gpu(world: World) -> None:
-    if world.local_rank >= torch.cuda.device_count():
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
         raise UserError(f"more processes than GPUs on this machine ({torch.cuda.device_count()}): start one for each")
     name, capability = torch.cuda.get_device_name(world.device), torch.cuda.get_device_capability(world.device)
     if capability < (8, 0) or not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -1160,9 +1160,11 @@ def main(arguments: list[str] | None = None) -> int:
             dist.destroy_process_group()
         return 0
     except UserError as error:
-        # All processes find the same fault: the first of them speaks.
+        # All processes find the same fault: one speaks, the others wait for it, as torchrun ends all with the first.
         if store.add("complaints", 1) == 1 if store else world.local_rank == 0:
             print(f"train_gpt: {error}", file=sys.stderr)
+        else:
+            time.sleep(5)
         return 2
     except Stopped as stop:
         return stop.exit_code
