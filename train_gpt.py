@@ -61,6 +61,7 @@ class Hyperparameters:
     # a step
     sequence_length: int = 65536  # tokens of one forward; documents are packed into it and kept apart by the mask
     batch_sequences: int = 8  # sequences of one step, dealt out to the processes in turn
+    scatter: bool = False  # take a shard's sequences in a scattered order, for documents longer than a batch
     window_start: int = 128  # attention window in tokens at the first step
     window_end: int = 1856  # attention window in tokens at the last step; whole blocks of 128 are used
     # optimisation
@@ -104,7 +105,8 @@ LAPTOP = dict(
     num_heads=2,
     model_dim=128,
     sequence_length=2048,
-    batch_sequences=4,
+    batch_sequences=2,
+    scatter=True,
     window_end=640,
     num_iterations=600,
     val_tokens=262144,
@@ -458,11 +460,11 @@ class GPT(nn.Module):
             raise ValueError(f"a forward takes one sequence of whole blocks of {BLOCK}, not a {tuple(inputs.shape)}")
         documents = (inputs == self.document_token).cumsum(0)
         mask = self.make_mask(documents, window_blocks)
-        x = self.hidden(inputs, lambda block, *streams: block(*streams, mask))
+        x = self.hidden(inputs, mask)
         return F.cross_entropy(self.logits(x), targets)
 
-    def hidden(self, inputs: Tensor, apply) -> Tensor:
-        """The last layer's output; `apply(block, x, x0, value_embedding)` is one layer."""
+    def hidden(self, inputs: Tensor, mask: BlockMask | Tensor) -> Tensor:
+        """The last layer's output, normed."""
         x = x0 = norm(self.embedding(inputs).to(self.dtype))
         value_embeddings = self.value_embeddings(inputs, self.dtype)
         skip_weights = self.skip_weights.type_as(x)
@@ -470,7 +472,7 @@ class GPT(nn.Module):
         for layer, (block, value_embedding) in enumerate(zip(self.blocks, value_embeddings, strict=True)):
             if layer >= len(self.blocks) - depth:  # the second half takes back, in reverse order,
                 x = x + skip_weights[depth - len(skips)] * skips.pop()
-            x = apply(block, x, x0, value_embedding)
+            x = block(x, x0, value_embedding, mask)
             if layer < depth:  # what the first half has left
                 skips.append(x)
         return norm(x)
@@ -590,12 +592,24 @@ class Loader:
             wrapped = wrapped or index + 1 == len(self.paths)
             index, first = (index + 1) % len(self.paths), 0
             self.open(index)
-        length = self.settings.sequence_length
-        mine = range(self.world.rank, self.settings.batch_sequences, self.world.size)
-        sequences = [self.shard.sequence(first + i * length, length) for i in mine]
+        length, number = self.settings.sequence_length, first // self.settings.sequence_length
+        mine = range(number + self.world.rank, number + self.settings.batch_sequences, self.world.size)
+        sequences = [self.shard.sequence(self.place(number) * length, length) for number in mine]
         if self.world.on_gpu:
             sequences = [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in sequences]
         return sequences, wrapped, [index, first + self.batch_tokens]
+
+    def place(self, number: int) -> int:
+        """Where in the shard its sequence of that number is: in its order, or scattered by a stride without repeats.
+
+        Where documents are longer than a batch, batches in order are about one document each, and the model forgets
+        one over the other: on the CPU track a loss of 1.64 instead of 1.31 after 500 steps.
+        """
+        count = (len(self.shard) - 1) // self.settings.sequence_length
+        if not self.settings.scatter:
+            return number
+        stride = next(stride for stride in range(int(0.618 * count) + 1, count + 2) if math.gcd(stride, count) == 1)
+        return number * stride % count
 
     def open(self, index: int) -> None:
         if self.shard.path != self.paths[index]:
@@ -832,7 +846,7 @@ class StopSignals:
     """Remembers Ctrl-C and SIGTERM until the step is finished; before the first step they end the run at once."""
 
     def __init__(self):
-        self.received, self.in_steps = {signal.SIGINT: False, signal.SIGTERM: False}, False
+        self.received, self.patient = {signal.SIGINT: False, signal.SIGTERM: False}, False
 
     def listen(self) -> None:
         for number in self.received:
@@ -840,7 +854,7 @@ class StopSignals:
 
     def receive(self, number: int, frame) -> None:
         self.received[number] = True
-        if not self.in_steps:
+        if not self.patient:
             raise Stopped(f"stopped by {signal.Signals(number).name} before the first step", 128 + number)
 
 def sum_beside(values: Tensor, world: World, timeout: int):
@@ -1018,12 +1032,14 @@ class Checkpoints:
             self.unproven.rename(self.unproven.with_suffix(".bad"))
         return math.isfinite(loss)
 
+def newest_checkpoint(folder: str) -> str:
+    return str(max(Path(folder).glob("*/step_*.pt"), key=by_age, default=""))
+
 def load_checkpoint(settings: Hyperparameters, world: World, source: str, data: list[dict]) -> dict:
     """The checkpoint that --resume names, empty for none; refused if it belongs to another run than this."""
     path = settings.resume
     if path == "latest":
-        found = Path(settings.checkpoint_dir).glob("*/step_*.pt")
-        path = from_first_rank(str(max(found, key=by_age, default="")), world)
+        path = from_first_rank(newest_checkpoint(settings.checkpoint_dir), world)
     if not path:
         return {}
     try:
@@ -1077,6 +1093,7 @@ def train(settings: Hyperparameters, world: World, source: str, dtype_reason: st
         log.note(str(stop))
         raise
     finally:
+        trainer.signals.patient = True  # what comes now is short, and not to be interrupted
         log.close()
 
 def loop(trainer: Trainer, loader: Loader, val_shard: Shard, log: RunLog, resumed: dict, about: dict) -> None:
@@ -1092,7 +1109,7 @@ def loop(trainer: Trainer, loader: Loader, val_shard: Shard, log: RunLog, resume
                           f"last good checkpoint: {checkpoints.last_good}", exit_code=1)
 
     log.start_bar(first_step, s)
-    trainer.signals.in_steps = True
+    trainer.signals.patient = True
     clock.start()
     for step in range(first_step, s.num_iterations + 1):
         if step == s.num_iterations or (s.val_loss_every and step % s.val_loss_every == 0):

@@ -18,8 +18,9 @@ def world(rank=0, size=1) -> World:
     return World(rank, size, rank, torch.device("cpu"))
 
 
-def loader(paths, rank=0, size=1) -> Loader:
-    settings = Hyperparameters(vocab_size=60000, document_token=0, sequence_length=LENGTH, batch_sequences=SEQUENCES)
+def loader(paths, rank=0, size=1, scatter=False) -> Loader:
+    settings = Hyperparameters(vocab_size=60000, document_token=0, sequence_length=LENGTH, batch_sequences=SEQUENCES,
+                               scatter=scatter)
     return Loader([str(path) for path in paths], settings, world(rank, size))
 
 
@@ -67,6 +68,24 @@ def test_every_number_of_processes_sees_the_same_sequences(three_shards, size):
             ours = shares[i % size][i // size]
             assert torch.equal(ours[0], inputs) and torch.equal(ours[1], targets)
         assert sum(map(len, shares)) == len(expected)
+
+
+@pytest.mark.parametrize("sequences", [3, 6, 7, 12, 30])
+@pytest.mark.parametrize("size", [1, 2])
+def test_scattered_sequences_are_those_of_the_shard_each_once(tmp_path, sequences, size):
+    path = write_shard(tmp_path / "s.bin", np.arange(sequences * LENGTH + 1))
+    ranks = [loader([path], rank, size, scatter=True) for rank in range(size)]
+    starts = []
+    for _ in range(sequences // SEQUENCES):
+        shares = [rank.next_batch(no_notice) for rank in ranks]
+        for i in range(SEQUENCES):
+            inputs, targets = shares[i % size][i // size]
+            starts.append(inputs[0].item())
+            assert inputs.tolist() == list(range(starts[-1], starts[-1] + LENGTH))
+            assert targets.tolist() == list(range(starts[-1] + 1, starts[-1] + LENGTH + 1))
+    assert len(set(starts)) == len(starts) and all(start % LENGTH == 0 for start in starts)
+    if sequences >= 12:  # neighbours in the stream are no neighbours in the shard
+        assert all(abs(a - b) > LENGTH for a, b in zip(starts, starts[1:], strict=False))
 
 
 def test_the_next_batch_is_read_while_the_current_one_trains(three_shards):
