@@ -608,7 +608,7 @@ class Loader:
         count = (len(self.shard) - 1) // self.settings.sequence_length
         if not self.settings.scatter:
             return number
-        stride = next(stride for stride in range(int(0.618 * count) + 1, count + 2) if math.gcd(stride, count) == 1)
+        stride = next(n for n in range(int(0.618 * count), 0, -1) if math.gcd(n, count) == 1)
         return number * stride % count
 
     def open(self, index: int) -> None:

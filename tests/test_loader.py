@@ -1,5 +1,6 @@
 """The loader against the token stream itself."""
 
+import itertools
 import os
 import time
 
@@ -85,7 +86,7 @@ def test_scattered_sequences_are_those_of_the_shard_each_once(tmp_path, sequence
             assert targets.tolist() == list(range(starts[-1] + 1, starts[-1] + LENGTH + 1))
     assert len(set(starts)) == len(starts) and all(start % LENGTH == 0 for start in starts)
     if sequences >= 12:  # neighbours in the stream are no neighbours in the shard
-        assert all(abs(a - b) > LENGTH for a, b in zip(starts, starts[1:], strict=False))
+        assert all(abs(a - b) > LENGTH for a, b in itertools.pairwise(starts))
 
 
 def test_the_next_batch_is_read_while_the_current_one_trains(three_shards):
