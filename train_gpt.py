@@ -923,7 +923,10 @@ class Trainer:
     def backward(self, batch: list[tuple[Tensor, Tensor]], step: int) -> tuple[float, int]:
         """The gradient of the whole batch; returns its loss and, if any process was told to stop, an exit code."""
         self.set_schedules(step)
-        report = torch.tensor([0.0, *self.signals.received.values()], device=self.world.device)
+        report = torch.zeros(1 + len(self.signals.received), device=self.world.device)
+        for i, received in enumerate(self.signals.received.values(), start=1):
+            if received:  # no copy from the host in an ordinary step: it would wait for the GPU
+                report[i] = 1
         for inputs, targets in batch[:-1]:
             with self.forward.no_sync() if self.world.size > 1 else contextlib.nullcontext():
                 self.share_of_loss(inputs, targets, report).backward()
