@@ -17,6 +17,8 @@ from pathlib import Path
 from rehearsal import launch, report
 from rehearsal.launch import CannotRehearse, say
 
+TRIALS = 3      # shorter sequences that are tried after a run out of memory
+
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = argparse.ArgumentParser(
@@ -56,11 +58,23 @@ def rehearse(ours: argparse.Namespace, given: dict[str, str]) -> dict:
     settings = launch.choose_settings(script, given, output / "data")
     card = launch.Card(max(8, ours.processes), ours.gpu_memory, ours.gpu_capability)
 
-    def run(processes: int, name: str, on: launch.Card) -> launch.Run:
+    def run(processes: int, name: str, on: launch.Card, changes: dict[str, str] | None = None) -> launch.Run:
         say(f"{name}, {processes} {'process' if processes == 1 else 'processes'}; follow it in {output / name}")
-        done = launch.run(script, settings, processes, output / name, cache, on, ours.timeout * 60)
+        chosen = settings | (changes or {})
+        done = launch.run(script, chosen, processes, output / name, cache, on, ours.timeout * 60)
         say(f"{name} ended after {done.seconds:.0f} s")
         return done
+
+    def find_what_fits(found: dict) -> None:
+        plenty = launch.Card(card.count, launch.PLENTY_GIB, card.capability)
+        report.explain_out_of_memory(found, report.collect(run(1, "measuring", plenty), script, settings, cache))
+        for shorter in report.shorter_sequences(found)[:TRIALS]:
+            changes = {name: str(value) for name, value in shorter.items()}
+            trial = run(1, f"trying_{shorter['sequence_length']}", card, changes)
+            if trial.exit_code == 0:
+                peak = report.read_memory(trial)[0]["peak_allocated_bytes"]
+                found["out_of_memory"]["fits"] = shorter | {"peak_allocated_bytes": peak}
+                return
 
     main = None
     if ours.processes > 1 and not ours.no_fill:
@@ -69,8 +83,7 @@ def rehearse(ours: argparse.Namespace, given: dict[str, str]) -> dict:
     main = main or run(ours.processes, "rehearsal", card)
     found = report.collect(main, script, settings, cache)
     if found["out_of_memory"]:
-        plenty = launch.Card(card.count, launch.PLENTY_GIB, card.capability)
-        report.explain_out_of_memory(found, report.collect(run(1, "measuring", plenty), script, settings, cache))
+        find_what_fits(found)
     found["findings"] = report.findings(found)
     found["folder"] = str(output)
     (output / "report.json").write_text(json.dumps(found, indent=2))

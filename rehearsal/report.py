@@ -100,27 +100,30 @@ def summarise_flops(of_ranks: dict[int, readings.Traffic], resolved: dict) -> di
 
 
 def explain_out_of_memory(found: dict, unlimited: dict) -> None:
-    """Adds what the run would have needed, and a shorter sequence that fits, from a run on a card without limit."""
+    """Adds what the run would have needed and what would have held it, from a run on a card without limit."""
     oom, peaks = found["out_of_memory"], unlimited["memory"]["per_rank"].values()
     # allocated, not reserved: with no limit in sight the allocator keeps what it would otherwise give back
     oom["needed_bytes"] = max((peak["peak_allocated_bytes"] for peak in peaks), default=None)
     oom["holders"] = unlimited["memory"]["holders"]
+
+
+def shorter_sequences(found: dict) -> list[dict[str, int]]:
+    """Settings worth a try, longest first: half the sequence and twice as many, until the need is well below the card.
+
+    Only the lasting part of the need does not shrink with the sequence. That is an estimate, and fragmentation can
+    prove it wrong, so each of these has to be tried.
+    """
+    oom = found["out_of_memory"]
     length, batch = (int(found["resolved"][name] or 0) for name in ("sequence_length", "batch_sequences"))
-    if oom["needed_bytes"] and length and batch:
-        lasting = sum(holder["bytes"] for holder in oom["holders"] if holder["holder"] in LASTING)
-        oom["fits"] = shorter_sequence(length, batch, oom["needed_bytes"], lasting, oom["total_bytes"])
-
-
-def shorter_sequence(length: int, batch: int, needed: int, lasting: int, total: int) -> dict | None:
-    """Halves the sequence and doubles their number until it fits: all but the lasting part shrinks with it."""
-    reserve = total // 10      # fragmentation, the context, NCCL's own buffers
-    part = 1.0
+    if not (oom.get("needed_bytes") and length and batch):
+        return []
+    lasting = sum(holder["bytes"] for holder in oom["holders"] if holder["holder"] in LASTING)
+    candidates, shrinking = [], oom["needed_bytes"] - lasting
     while length % (2 * BLOCK) == 0:
-        length, batch, part = length // 2, batch * 2, part / 2
-        estimate = int(lasting + (needed - lasting) * part)
-        if estimate + reserve <= total:
-            return {"sequence_length": length, "batch_sequences": batch, "estimated_bytes": estimate}
-    return None
+        length, batch, shrinking = length // 2, batch * 2, shrinking / 2
+        if lasting + shrinking < oom["total_bytes"]:
+            candidates.append({"sequence_length": length, "batch_sequences": batch})
+    return candidates
 
 
 # ---- Judging
@@ -164,7 +167,7 @@ def out_of_memory_line(oom: dict) -> str:
         line += f"; the run needs {gib(oom['needed_bytes'])}"
     if fits := oom.get("fits"):
         line += (f"; --sequence_length {fits['sequence_length']} --batch_sequences {fits['batch_sequences']} "
-                 f"should fit, with about {gib(fits['estimated_bytes'])}")
+                 f"fits, with a peak of {gib(fits['peak_allocated_bytes'])}")
     return line
 
 
