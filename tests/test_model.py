@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from train_gpt import GPT, Hyperparameters, Rotary, build_model
+from train_gpt import GPT, Hyperparameters, Rotary, build_model, gathered_mask
 
 BLOCK = 128
 
@@ -127,7 +127,8 @@ def test_dtypes_are_those_of_the_record():
     tables = {name for name in dtypes if "embedding" in name and "mix" not in name}
     assert {name for name in dtypes if dtypes[name] == torch.bfloat16} == tables
     assert all(dtypes[name] == torch.float32 for name in dtypes.keys() - tables)
-    assert model.hidden(torch.zeros(128, dtype=torch.long), lambda block, x, *rest: x).dtype == torch.bfloat16
+    tokens = torch.zeros(128, dtype=torch.long)
+    assert model.hidden(tokens, gathered_mask(tokens, torch.tensor(1))).dtype == torch.bfloat16
     assert not [name for name in model.state_dict() if "cos" in name or "sin" in name]
 
 
