@@ -27,28 +27,6 @@ install() {  # a requirements file; done once, and again when it changes
     echo "$wanted" > "$stamp"
 }
 
-launch() {  # processes, script, settings: torchrun, but its exit code is the script's and it adds no traceback
-    local processes=$1
-    shift
-    if [ "$processes" = 1 ]; then
-        "$python" "$@"
-        return
-    fi
-    LOGLEVEL=${LOGLEVEL:-CRITICAL} "$python" -c '
-import sys
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
-try:
-    main()
-except ChildFailedError as failure:
-    code = failure.get_first_failure()[1].exitcode
-    sys.exit(code if code >= 0 else 128 - code)
-except SignalException as received:
-    sys.exit(128 + received.sigval)
-' --standalone --nproc_per_node="$processes" "$@"
-}
-
 case ${1:-} in
 test)
     shift
@@ -94,10 +72,22 @@ case " $*" in
 *) "$python" "${get_data[@]}" ;;
 esac
 
-started=$(mktemp)
-trap 'rm -f "$started"' EXIT
-launch "$processes" "$script" "$@"
-if [ "$script" = train_gpt.py ] && [ -n "$(find checkpoints -name 'step_*.pt' -newer "$started" 2>/dev/null)" ]; then
-    echo
-    "$python" sample.py latest --tokens 300
-fi
+# torchrun, except that its exit code is the script's, a failure adds no traceback, and a sample follows a checkpoint
+exec "$python" -c '
+import glob, logging, os, subprocess, sys, time
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+logging.disable(logging.ERROR)
+started = time.time()
+try:
+    main()
+except ChildFailedError as failure:
+    code = failure.get_first_failure()[1].exitcode
+    sys.exit(code if code >= 0 else 128 - code)
+except SignalException as received:
+    sys.exit(128 + received.sigval)
+saved = [path for path in glob.glob("checkpoints/*/step_*.pt") if os.path.getmtime(path) > started]
+if saved and sys.argv[3] == "train_gpt.py":
+    sys.exit(subprocess.call([sys.executable, "sample.py", max(saved, key=os.path.getmtime), "--tokens", "300"]))
+' --standalone --nproc_per_node="$processes" "$script" "$@"

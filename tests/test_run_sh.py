@@ -1,0 +1,79 @@
+"""run.sh as a newcomer uses it, in a copy of the repository."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, only_log
+
+
+@pytest.fixture
+def copy(tmp_path, shards):
+    """What run.sh needs, beside the tiny shards of the fixture."""
+    for name in ("run.sh", "train_gpt.py", "sample.py", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    for script in (ROOT / "data").glob("*.py"):
+        shutil.copy(script, tmp_path / "data")
+    return tmp_path
+
+
+def environment() -> dict:
+    return os.environ | dict(VENV=sys.prefix, CUDA_VISIBLE_DEVICES="", PROCESSES="2")
+
+
+def run_sh(folder, *arguments, timeout=300):
+    return subprocess.run(["./run.sh", *arguments], cwd=folder, env=environment(), capture_output=True, text=True,
+                          timeout=timeout)
+
+
+def test_it_says_what_it_chose_trains_and_shows_a_sample(copy, shards):
+    result = run_sh(copy, *shards, "--save_every=100", "--target_loss=9")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert any(line.startswith("no GPU: the embedded corpus, the LAPTOP settings, 2 processes of ") for line in lines)
+    (end,) = (i for i, line in enumerate(lines) if re.match(r"validation loss .* target 9.0 reached; .* logs/", line))
+    assert "world_size: 2" in only_log(copy).read_text()
+    assert len("\n".join(lines[end + 1:])) > 0  # what an untrained model writes is nothing to compare with
+
+
+def test_a_record_is_run_by_its_name(copy, shards):
+    record = copy / "records/2025-01-01_Test"
+    record.mkdir(parents=True)
+    source = (copy / "train_gpt.py").read_text() + "# a record\n"
+    (record / "train_gpt.py").write_text(source)
+    result = run_sh(copy, "records/2025-01-01_Test", *shards)
+    assert result.returncode == 0, result.stderr
+    assert only_log(copy).read_text().startswith(source)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--nonsense"], "train_gpt: unrecognized arguments: --nonsense (--help lists every setting)"),
+    (["--batch_sequences=1"], "train_gpt: --batch_sequences 1: fewer sequences than processes; start at most 1"),
+    (["records/none"], "run.sh: records/none/train_gpt.py does not exist; the records are: "),
+])
+def test_bad_input_is_one_line_and_exit_code_2(copy, shards, arguments, message):
+    result = run_sh(copy, *arguments[:1], *shards, *arguments[1:])
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [message]
+
+
+def test_help_needs_no_data(copy):
+    result = run_sh(copy, "--help")
+    assert result.returncode == 0 and "--num_iterations int" in result.stdout
+
+
+def test_terminating_it_finishes_the_step_and_passes_143_on(copy, shards):
+    process = subprocess.Popen(["./run.sh", *shards, "--num_iterations=100000", "--save_every=50000"], cwd=copy,
+                               env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step:3/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert re.search(r"stopped after step \d+ by SIGTERM; last checkpoint: checkpoints/", rest)
+    assert "Traceback" not in errors
