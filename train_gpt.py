@@ -104,16 +104,19 @@ LAPTOP = dict(
     num_layers=4,
     num_heads=2,
     model_dim=128,
-    sequence_length=2048,
-    batch_sequences=2,
+    sequence_length=512,
+    batch_sequences=4,
     scatter=True,
     window_end=640,
-    num_iterations=600,
+    num_iterations=1600,
+    cooldown_frac=0.6,
     val_tokens=262144,
+    val_loss_every=800,
     target_loss=1.04,
     bfloat16_embeddings=False,
     compile=False,
     warmup_steps=1,
+    save_every=1600,
 )
 
 class UserError(Exception):
@@ -567,11 +570,9 @@ class Loader:
         self.paths, self.settings, self.world = paths, settings, world
         self.batch_tokens = settings.batch_sequences * settings.sequence_length
         self.shard = Shard(paths[0], settings.vocab_size)
-        if all(os.path.getsize(path) < HEADER_BYTES + 2 * (self.batch_tokens + 1) for path in paths):
-            raise UserError(f"no shard of {settings.train_files} holds a batch of {self.batch_tokens} tokens "
-                            "(batch_sequences x sequence_length) and one more")
         self.reader = ThreadPoolExecutor(1, initializer=lambda: world.on_gpu and torch.cuda.set_device(world.device))
         self.seek([0, 0])
+        self.ahead.result()  # a fault in the first batch shows before anything is written
 
     def seek(self, position: list[int]) -> None:
         self.position = position  # of the batch that is handed out next: index of the shard, first token
@@ -586,12 +587,16 @@ class Loader:
                 for inputs, targets in sequences]
 
     def read(self, position: list[int]) -> tuple[list[tuple[Tensor, Tensor]], bool, list[int]]:
-        index, first, wrapped = position[0] % len(self.paths), position[1], False
-        self.open(index)
-        while first + self.batch_tokens + 1 > len(self.shard):  # the rest is smaller than a batch
-            wrapped = wrapped or index + 1 == len(self.paths)
-            index, first = (index + 1) % len(self.paths), 0
+        count = len(self.paths)
+        for passed in range(count + 1):  # on to the next shard when the rest is smaller than a batch
+            index, first = (position[0] + passed) % count, 0 if passed else position[1]
             self.open(index)
+            if first + self.batch_tokens < len(self.shard):
+                break
+        else:
+            raise UserError(f"no shard of {self.settings.train_files} holds a batch of {self.batch_tokens} tokens "
+                            "(batch_sequences x sequence_length) and one more")
+        wrapped = position[0] % count + passed >= count
         length, number = self.settings.sequence_length, first // self.settings.sequence_length
         mine = range(number + self.world.rank, number + self.settings.batch_sequences, self.world.size)
         sequences = [self.shard.sequence(self.place(number) * length, length) for number in mine]
@@ -608,7 +613,7 @@ class Loader:
         count = (len(self.shard) - 1) // self.settings.sequence_length
         if not self.settings.scatter:
             return number
-        stride = next(n for n in range(int(0.618 * count), 0, -1) if math.gcd(n, count) == 1)
+        stride = next(n for n in range(max(1, int(0.618 * count)), 0, -1) if math.gcd(n, count) == 1)
         return number * stride % count
 
     def open(self, index: int) -> None:
@@ -619,11 +624,14 @@ def fingerprint(paths: list[str]) -> list[dict]:
     """What tells one set of shards from another: names, token counts, and a hash of each one's ends."""
     prints = []
     for path in paths:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            ends = hashlib.sha256(file.read(HEADER_BYTES + 2**20))
-            file.seek(max(file.tell(), size - 2**20))
-            ends.update(file.read())
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                ends = hashlib.sha256(file.read(HEADER_BYTES + 2**20))
+                file.seek(max(file.tell(), size - 2**20))
+                ends.update(file.read())
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror.lower()}") from None
         prints.append(dict(file=os.path.basename(path), tokens=(size - HEADER_BYTES) // 2, sha256=ends.hexdigest()))
     return prints
 
