@@ -24,6 +24,7 @@ from train_gpt import (
     UserError,
     build_model,
     finite_number,
+    in_one_line,
     newest_checkpoint,
     next_multiple_of,
     window_in_blocks,
@@ -118,7 +119,7 @@ def load_reader(path: str, length: int) -> tuple[Reader, Hyperparameters]:
         model = build_model(replace(settings, sequence_length=next_multiple_of(BLOCK, length)))
         model.load_state_dict(checkpoint["state"]["model"])
     except Exception as error:
-        raise UserError(f"{path}: not a checkpoint of this train_gpt.py: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path}: not a checkpoint of this train_gpt.py: {in_one_line(error)}") from None
     window = window_in_blocks(step / settings.num_iterations, settings.window_start, settings.window_end)
     return Reader(model.to("cuda" if torch.cuda.is_available() else "cpu"), window), settings
 

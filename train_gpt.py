@@ -122,6 +122,9 @@ LAPTOP = dict(
 class UserError(Exception):
     """Something the user can put right: shown as one line, once, with exit code 2."""
 
+def in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message} (--help lists every setting)")
@@ -1030,7 +1033,7 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
             with contextlib.suppress(OSError):
                 unfinished.unlink()
-            self.log.note(f"no checkpoint at step {checkpoint['step']}, the run goes on: {str(error).splitlines()[0]}")
+            self.log.note(f"no checkpoint at step {checkpoint['step']}, the run goes on: {in_one_line(error)}")
             return
         self.unproven = path
         self.log.note(f"saved {path}")
@@ -1066,7 +1069,7 @@ def load_checkpoint(settings: Hyperparameters, world: World, source: str, data: 
             first = next((number for number, (old, new) in enumerate(pairs, 1) if old != new), "the last")
             differences.append(f"the script differs from line {first} on")
     except Exception as error:
-        raise UserError(f"--resume {path}: not a checkpoint that can be read: {str(error).splitlines()[0]}") from None
+        raise UserError(f"--resume {path}: not a checkpoint that can be read: {in_one_line(error)}") from None
     if differences and not settings.resume_anyway:
         raise UserError(f"--resume {path}: {'; '.join(differences)} (--resume_anyway goes on)")
     return checkpoint
@@ -1096,7 +1099,7 @@ def train(settings: Hyperparameters, world: World, source: str, dtype_reason: st
             try:
                 trainer.load_state(resumed.pop("state"))
             except (KeyError, ValueError, RuntimeError) as error:
-                raise UserError(f"--resume {resumed['path']}: {' '.join(str(error).split())}") from None
+                raise UserError(f"--resume {resumed['path']}: {in_one_line(error)}") from None
             loader.seek(resumed["loader"])
             log.note(f"resumed at step {resumed['step']} from {resumed['path']}")
         loop(trainer, loader, val_shard, log, resumed, about)
