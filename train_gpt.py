@@ -799,6 +799,27 @@ def start_gpu(world: World) -> None:
     torch.cuda.set_device(world.device)
     torch.empty(1, device=world.device, requires_grad=True).backward()  # a context before the libraries ask for one
 
+def memory_advice(settings: Hyperparameters, world: World) -> str:
+    """For a card that was too small: what is needed, by a rule that follows full-size rehearsals, and what fits."""
+    with torch.device("meta"):
+        weights = sum(param.numel() for param in build_model(settings).parameters())
+
+    def needed(length: int) -> float:
+        return (16 * weights + 2 * length * (19 * settings.num_layers * settings.model_dim + settings.vocab_size)) / 2**30
+
+    length, sequences = settings.sequence_length, settings.batch_sequences
+    card = torch.cuda.get_device_properties(world.device).total_memory / 2**30
+    while needed(length) > 0.9 * card and length % (2 * BLOCK) == 0:
+        length, sequences = length // 2, sequences * 2
+    advice = f"--sequence_length {length} --batch_sequences {sequences} takes the same tokens in {needed(length):.0f} GiB"
+    if length == settings.sequence_length:
+        advice = "it should fit: is another program using the card?"
+    elif needed(length) > 0.9 * card:
+        advice = "no sequence is short enough: choose fewer layers or a smaller model_dim"
+    return (f"out of memory: --sequence_length {settings.sequence_length} needs about "
+            f"{needed(settings.sequence_length):.0f} GiB and {torch.cuda.get_device_name(world.device)} has {card:.0f}; "
+            f"{advice}")
+
 def connect(world: World, timeout: int) -> dist.Store | None:
     """Join the other processes. The store remains for what they have to say when collectives no longer work."""
     if world.size == 1:
@@ -1186,7 +1207,10 @@ def main(arguments: list[str] | None = None) -> int:
             start_gpu(world)
         store = connect(world, settings.collective_timeout)
         settings, dtype_reason = choose_dtype(settings, world)
-        train(settings, world, source, dtype_reason)
+        try:
+            train(settings, world, source, dtype_reason)
+        except torch.OutOfMemoryError:
+            raise UserError(memory_advice(settings, world)) from None
         if store:
             dist.destroy_process_group()
         return 0
