@@ -801,24 +801,25 @@ def start_gpu(world: World) -> None:
 
 def memory_advice(settings: Hyperparameters, world: World) -> str:
     """For a card that was too small: what is needed, by a rule that follows full-size rehearsals, and what fits."""
+    s = settings
     with torch.device("meta"):
-        weights = sum(param.numel() for param in build_model(settings).parameters())
+        weights = sum(param.numel() for param in build_model(s).parameters())
 
     def needed(length: int) -> float:
-        return (16 * weights + 2 * length * (19 * settings.num_layers * settings.model_dim + settings.vocab_size)) / 2**30
+        token = 2 * (19 * s.num_layers * s.model_dim + s.vocab_size)
+        return (16 * weights + length * token) / 2**30
 
-    length, sequences = settings.sequence_length, settings.batch_sequences
+    length, sequences = s.sequence_length, s.batch_sequences
     card = torch.cuda.get_device_properties(world.device).total_memory / 2**30
     while needed(length) > 0.9 * card and length % (2 * BLOCK) == 0:
         length, sequences = length // 2, sequences * 2
-    advice = f"--sequence_length {length} --batch_sequences {sequences} takes the same tokens in {needed(length):.0f} GiB"
-    if length == settings.sequence_length:
+    advice = f"--sequence_length {length} --batch_sequences {sequences} takes the same batch in {needed(length):.0f}"
+    if length == s.sequence_length:
         advice = "it should fit: is another program using the card?"
     elif needed(length) > 0.9 * card:
         advice = "no sequence is short enough: choose fewer layers or a smaller model_dim"
-    return (f"out of memory: --sequence_length {settings.sequence_length} needs about "
-            f"{needed(settings.sequence_length):.0f} GiB and {torch.cuda.get_device_name(world.device)} has {card:.0f}; "
-            f"{advice}")
+    return (f"out of memory: --sequence_length {s.sequence_length} needs about {needed(s.sequence_length):.0f} GiB, "
+            f"{torch.cuda.get_device_name(world.device)} has {card:.0f}; {advice}")
 
 def connect(world: World, timeout: int) -> dist.Store | None:
     """Join the other processes. The store remains for what they have to say when collectives no longer work."""
