@@ -198,8 +198,11 @@ def typical_step(steps: list[Step]) -> Step | None:
     return next(step for step in alike if step.model_flops == flops)
 
 
-def first_difference(of_ranks: dict[int, Traffic]) -> str:
-    """One line about the first collective in which a rank differs from rank 0, or nothing."""
+def first_difference(of_ranks: dict[int, Traffic], all_ended: bool = True) -> str:
+    """One line about the first collective in which a rank differs from rank 0, or nothing.
+
+    Ranks that were stopped by another's crash have run fewer collectives; that alone is no difference.
+    """
     sequences = {rank: [c for step in traffic.steps for c in step.collectives] + traffic.after
                  for rank, traffic in of_ranks.items()}
     reference = sequences.get(0, [])
@@ -207,7 +210,7 @@ def first_difference(of_ranks: dict[int, Traffic]) -> str:
         for number, (ours, theirs) in enumerate(zip(reference, sequence, strict=False)):
             if ours != theirs:
                 return f"collective {number}: rank 0 runs {told(ours)}, rank {rank} runs {told(theirs)}"
-        if len(sequence) != len(reference):
+        if all_ended and len(sequence) != len(reference):
             return f"rank 0 runs {len(reference)} collectives, rank {rank} runs {len(sequence)}"
     return ""
 

@@ -42,7 +42,8 @@ def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path
         },
         "out_of_memory": next(({"rank": r, **m["out_of_memory"]} for r, m in memory.items() if m["out_of_memory"]),
                               None),
-        "collectives": summarise_traffic(traffic, next((log.mismatch for log in logs.values() if log.mismatch), "")),
+        "collectives": summarise_traffic(
+            traffic, next((log.mismatch for log in logs.values() if log.mismatch), ""), all_ended=run.exit_code == 0),
         "flops": summarise_flops(traffic, resolved),
         "spilling_kernels": [asdict(kernel) for kernel in kernels if kernel.stack_bytes],
         "resolved": {name: resolved.get(name) for name in ("sequence_length", "batch_sequences")},
@@ -69,7 +70,7 @@ def merged(logs: dict[int, readings.RankLog], name: str) -> list[dict]:
     return [asdict(found) for found in readings.merge_found({r: getattr(log, name) for r, log in logs.items()})]
 
 
-def summarise_traffic(of_ranks: dict[int, readings.Traffic], mismatch: str) -> dict:
+def summarise_traffic(of_ranks: dict[int, readings.Traffic], mismatch: str, all_ended: bool) -> dict:
     step = readings.typical_step(of_ranks[0].steps) if 0 in of_ranks else None
     kinds: Counter = Counter()
     sizes: Counter = Counter()
@@ -80,7 +81,7 @@ def summarise_traffic(of_ranks: dict[int, readings.Traffic], mismatch: str) -> d
         "per_step": len(step.collectives) if step else 0,
         "bytes_per_step": step.bytes if step else 0,
         "kinds": [{"kind": kind, "count": kinds[kind], "bytes": sizes[kind]} for kind in kinds],
-        "mismatch": mismatch or readings.first_difference(of_ranks),
+        "mismatch": mismatch or readings.first_difference(of_ranks, all_ended),
     }
 
 
