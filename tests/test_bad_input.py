@@ -31,6 +31,7 @@ def complaint(arguments, capsys) -> str:
 
 @pytest.mark.parametrize("change, message", [
     (dict(sequence_length=200), "--sequence_length 200: must be a multiple of the attention block, 128"),
+    (dict(piece_length=100), "--piece_length 100: must divide sequence_length (256)"),
     (dict(val_tokens=1000), "--val_tokens 1000: must be a multiple of sequence_length (256)"),
     (dict(val_tokens=5120), "holds 3000, and one more is needed"),
     (dict(vocab_size=100, document_token=1), "is outside the vocabulary of 100"),

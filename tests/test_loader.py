@@ -19,9 +19,9 @@ def world(rank=0, size=1) -> World:
     return World(rank, size, rank, torch.device("cpu"))
 
 
-def loader(paths, rank=0, size=1, scatter=False) -> Loader:
+def loader(paths, rank=0, size=1, piece_length=0) -> Loader:
     settings = Hyperparameters(vocab_size=60000, document_token=0, sequence_length=LENGTH, batch_sequences=SEQUENCES,
-                               scatter=scatter)
+                               piece_length=piece_length)
     return Loader([str(path) for path in paths], settings, world(rank, size))
 
 
@@ -71,22 +71,25 @@ def test_every_number_of_processes_sees_the_same_sequences(three_shards, size):
         assert sum(map(len, shares)) == len(expected)
 
 
-@pytest.mark.parametrize("sequences", [3, 6, 7, 12, 30])
+@pytest.mark.parametrize("piece", [LENGTH, LENGTH // 4])
+@pytest.mark.parametrize("sequences", [3, 7, 12, 30])
 @pytest.mark.parametrize("size", [1, 2])
-def test_scattered_sequences_are_those_of_the_shard_each_once(tmp_path, sequences, size):
+def test_scattered_pieces_are_those_of_the_shard_each_once(tmp_path, piece, sequences, size):
     path = write_shard(tmp_path / "s.bin", np.arange(sequences * LENGTH + 1))
-    ranks = [loader([path], rank, size, scatter=True) for rank in range(size)]
+    ranks = [loader([path], rank, size, piece_length=piece) for rank in range(size)]
     starts = []
     for _ in range(sequences // SEQUENCES):
         shares = [rank.next_batch(no_notice) for rank in ranks]
         for i in range(SEQUENCES):
             inputs, targets = shares[i % size][i // size]
-            starts.append(inputs[0].item())
-            assert inputs.tolist() == list(range(starts[-1], starts[-1] + LENGTH))
-            assert targets.tolist() == list(range(starts[-1] + 1, starts[-1] + LENGTH + 1))
-    assert len(set(starts)) == len(starts) and all(start % LENGTH == 0 for start in starts)
-    if sequences >= 12:  # neighbours in the stream are no neighbours in the shard
-        assert all(abs(a - b) > LENGTH for a, b in itertools.pairwise(starts))
+            for first in range(0, LENGTH, piece):
+                start = inputs[first].item()
+                assert inputs[first:first + piece].tolist() == list(range(start, start + piece))
+                assert targets[first:first + piece].tolist() == list(range(start + 1, start + piece + 1))
+                starts.append(start)
+    assert len(set(starts)) == len(starts) and all(start % piece == 0 for start in starts)
+    if len(starts) >= 12:  # neighbours in the stream are no neighbours in the shard
+        assert all(abs(a - b) > piece for a, b in itertools.pairwise(starts))
 
 
 def test_the_next_batch_is_read_while_the_current_one_trains(three_shards):

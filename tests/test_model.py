@@ -174,3 +174,15 @@ def test_every_parameter_gets_a_gradient():
     tokens = torch.randint(50, (256,))
     model(tokens, tokens.roll(-1), torch.tensor(2)).backward()
     assert all(param.grad is not None and param.grad.abs().sum() > 0 for param in model.parameters())
+
+
+def test_pieces_of_a_sequence_do_not_see_each_other():
+    model = small_gpt(3)
+    tokens = torch.randint(49, (512,))
+    with torch.no_grad():
+        together = model(tokens, tokens.roll(-1), torch.tensor(4), piece_length=128)
+        alone = [model(piece, targets, torch.tensor(4)) for piece, targets in
+                 zip(tokens.split(128), tokens.roll(-1).split(128), strict=True)]
+        as_one = model(tokens, tokens.roll(-1), torch.tensor(4))
+    torch.testing.assert_close(together, torch.stack(alone).mean(), rtol=1e-5, atol=1e-6)
+    assert abs(as_one - together) > 1e-4
