@@ -63,6 +63,8 @@ if [ "$gpus" -gt 0 ]; then
 else
     # On 2 cores, two processes of one thread are faster than one process of two.
     processes=${PROCESSES:-$((cores >= 8 ? 8 : cores >= 4 ? 4 : cores >= 2 ? 2 : 1))}
+    # glibc would hand large blocks back to the system after each use, and get them again page by page.
+    export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / processes > 0 ? cores / processes : 1))}
     echo "no GPU: the embedded corpus, the LAPTOP settings, $processes processes of $OMP_NUM_THREADS threads on $cores cores"
     get_data=(data/embedded_corpus.py)

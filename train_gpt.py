@@ -776,7 +776,7 @@ def log_header(source: str, settings: Hyperparameters, world: "World", data: lis
     return "\n".join([source.removesuffix("\n"), RULE, *(f"{name}: {fact}" for name, fact in facts.items()), RULE, ""])
 
 # ----------------------------------------------------------------------------------------------------
-# Training: the processes, one step, warm-up, validation, checkpoints, the loop
+# Processes: where this one is, its device, and how all of them end together
 # ----------------------------------------------------------------------------------------------------
 
 class World(NamedTuple):
@@ -923,6 +923,28 @@ def sum_beside(values: Tensor, world: World, timeout: int):
 
     return wait
 
+def is_collective(error: Exception) -> bool:
+    """Did another process cause this error?"""
+    return isinstance(error, dist.DistError | TimeoutError) or bool(re.search("gloo|pair closure", str(error)))
+
+def roll_call(world: World, store: dist.Store, error: Exception) -> None:
+    """After a failed collective: every process that waited in vain says so in the store, and one names the others.
+
+    Only for a timeout. A process that has ended breaks the connections at once, and torchrun reports its rank.
+    """
+    store.set(f"waited/{world.rank}", "")
+    if re.search("timed? ?out", str(error), re.IGNORECASE):
+        deadline = time.monotonic() + 5
+        while absent(world, store, "waited") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if store.add("speakers", 1) == 1:
+            hung = absent(world, store, "waited") or "any other"
+            print(f"train_gpt: no answer from rank {hung} within collective_timeout: hung or cut off", file=sys.stderr)
+
+# ----------------------------------------------------------------------------------------------------
+# Training: the model, its optimizers, and what one step does to them
+# ----------------------------------------------------------------------------------------------------
+
 class Trainer:
     """The model, its optimizers, and what one step does to them."""
 
@@ -1032,6 +1054,10 @@ class Trainer:
         self.muon.load_momentum(state["muon"])
         torch.set_rng_state(state["random"])
 
+# ----------------------------------------------------------------------------------------------------
+# Checkpoints: saved whole or not at all, resumed exactly or not at all
+# ----------------------------------------------------------------------------------------------------
+
 # What a resumed run may change; every other setting must be as it was.
 FREE_SETTINGS = {"train_files", "val_files", "val_loss_every", "val_tokens", "target_loss", "compile", "warmup_steps",
                  "coordinate_descent", "collective_timeout", "log_dir", "checkpoint_dir", "save_every", "resume",
@@ -1104,6 +1130,10 @@ def load_checkpoint(settings: Hyperparameters, world: World, source: str, data: 
     if differences and not settings.resume_anyway:
         raise UserError(f"--resume {path}: {'; '.join(differences)} (--resume_anyway goes on)")
     return checkpoint
+
+# ----------------------------------------------------------------------------------------------------
+# The run: from the settings to the last step
+# ----------------------------------------------------------------------------------------------------
 
 def train(settings: Hyperparameters, world: World, source: str, dtype_reason: str) -> None:
     s = settings
@@ -1187,24 +1217,6 @@ def loop(trainer: Trainer, loader: Loader, val_shard: Shard, log: RunLog, resume
     reached = "reached" if val_loss <= s.target_loss else "not reached"
     log.say(f"validation loss {val_loss:.4f}, target {s.target_loss} {reached}; "
             f"{clock.now():.1f} s of training; {log.path}")
-
-def is_collective(error: Exception) -> bool:
-    """Did another process cause this error?"""
-    return isinstance(error, dist.DistError | TimeoutError) or bool(re.search("gloo|pair closure", str(error)))
-
-def roll_call(world: World, store: dist.Store, error: Exception) -> None:
-    """After a failed collective: every process that waited in vain says so in the store, and one names the others.
-
-    Only for a timeout. A process that has ended breaks the connections at once, and torchrun reports its rank.
-    """
-    store.set(f"waited/{world.rank}", "")
-    if re.search("timed? ?out", str(error), re.IGNORECASE):
-        deadline = time.monotonic() + 5
-        while absent(world, store, "waited") and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if store.add("speakers", 1) == 1:
-            hung = absent(world, store, "waited") or "any other"
-            print(f"train_gpt: no answer from rank {hung} within collective_timeout: hung or cut off", file=sys.stderr)
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the training and returns the exit code: 0, 2 for what the user can put right, 130 or 143 for signals."""
