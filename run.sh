@@ -61,8 +61,8 @@ if [ "$gpus" -gt 0 ]; then
     echo "$gpus GPUs: FineWeb, the record's settings, one process on each of $processes"
     get_data=(data/cached_fineweb10B.py 10)
 else
-    # On 2 cores, two processes of one thread are faster than one process of two.
-    processes=${PROCESSES:-$((cores >= 8 ? 8 : cores >= 4 ? 4 : cores >= 2 ? 2 : 1))}
+    # Two processes, because a batch of LAPTOP has two sequences; the cores are shared out between them.
+    processes=${PROCESSES:-$((cores >= 2 ? 2 : 1))}
     # glibc would hand large blocks back to the system after each use, and get them again page by page.
     export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / processes > 0 ? cores / processes : 1))}
