@@ -835,6 +835,8 @@ def connect(world: World, timeout: int) -> dist.Store | None:
         return None
     start_limit = timedelta(seconds=max(timeout, 300))  # one process may start much later than another
     store, _, _ = next(dist.rendezvous("env://", timeout=start_limit))
+    # torchrun's store outlives a restart: what killed processes have left in it must not be taken for an answer.
+    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store.set(f"here/{world.rank}", "")
     try:
         store.wait([f"here/{rank}" for rank in range(world.size)], start_limit)
@@ -930,9 +932,10 @@ def is_collective(error: Exception) -> bool:
 def roll_call(world: World, store: dist.Store, error: Exception) -> None:
     """After a failed collective: every process that waited in vain says so in the store, and one names the others.
 
-    Only for a timeout. A process that has ended breaks the connections at once, and torchrun reports its rank.
+    Only for a timeout. A process that has ended breaks the connections at once, and torchrun names the first to end.
     """
     store.set(f"waited/{world.rank}", "")
+    time.sleep(1)
     if re.search("timed? ?out", str(error), re.IGNORECASE):
         deadline = time.monotonic() + 5
         while absent(world, store, "waited") and time.monotonic() < deadline:
