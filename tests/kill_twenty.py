@@ -1,0 +1,86 @@
+"""Twenty kills at random times: a run under torchrun that restarts, resumes, and ends as if nothing had happened.
+
+    python tests/kill_twenty.py                                  20 kills, 3 processes
+    python tests/kill_twenty.py --kills 5 --processes 2 --seed 7
+
+First the run is done once without a kill. Then it is started again under `torchrun --max-restarts=3` with
+`--resume latest`, a random rank gets a SIGKILL after a random time, again and again, and when torchrun has used up its
+restarts it is started anew. In the end every step's loss and every bit of the last checkpoint must be the same.
+"""
+
+import argparse
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from helpers import flags, run_script
+from test_survival import RUN, checkpoint, differing_bits, make_shards, ranks_of, torchrun
+
+
+def wait(run, seconds: float) -> bool:
+    """Does the run go on for so long?"""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and run.poll() is None:
+        time.sleep(0.01)
+    return run.poll() is None
+
+
+def losses(folder: Path) -> dict[str, set[str]]:
+    """The losses that the logs have of each step; more than one, if a repeated step gave another."""
+    found = {}
+    for log in folder.glob("logs/*.txt"):
+        for step, loss in re.findall(r"^step:(\d+)/\d+ train_loss:(\S+)", log.read_text(), re.MULTILINE):
+            found.setdefault(step, set()).add(loss)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--longest", type=float, default=12.0, help="seconds until the next kill at most")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    run_flags = flags(**RUN | dict(num_iterations=options.steps, save_every=1))
+    with tempfile.TemporaryDirectory() as of_reference, tempfile.TemporaryDirectory() as of_run:
+        reference, folder = make_shards(Path(of_reference)), make_shards(Path(of_run))
+        result = run_script(run_flags, reference, options.processes)
+        assert result.returncode == 0, result.stderr
+        print(f"uninterrupted: {options.steps} steps, {result.stdout.splitlines()[-1]}")
+
+        kills = starts = 0
+        finished = False
+        while not finished:
+            starts += 1
+            with torchrun(folder, options.processes, *run_flags, "--resume=latest", restarts=3) as run:
+                while wait(run, chance.uniform(0, options.longest)):
+                    victims = ranks_of(run)
+                    if kills == options.kills or not victims:
+                        continue
+                    rank = chance.choice(sorted(victims))
+                    os.kill(victims[rank], signal.SIGKILL)
+                    kills += 1
+                    saved = sorted(path.name for path in folder.glob("checkpoints/*/*"))
+                    print(f"kill {kills}: rank {rank}; in the checkpoint folder: {', '.join(saved) or 'nothing'}", flush=True)
+                finished = run.wait() == 0
+        assert kills == options.kills, f"the run was over after {kills} kills: give it more --steps"
+
+        changed = differing_bits(checkpoint(folder, options.steps), checkpoint(reference, options.steps))
+        same = losses(folder) == losses(reference) and len(losses(folder)) == options.steps
+        print(f"{kills} kills, torchrun started {starts} times; {len(losses(folder))} steps, their losses "
+              f"{'are those' if same else 'DIFFER from those'} of the uninterrupted run; "
+              f"{len(changed)} differences in the last checkpoint's bits")
+        return 0 if same and not changed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
