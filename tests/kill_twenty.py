@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from helpers import flags, run_script
-from test_survival import RUN, checkpoint, differing_bits, make_shards, ranks_of, torchrun
+from helpers import flags, run_script  # noqa: E402
+from test_survival import RUN, checkpoint, differing_bits, make_shards, ranks_of, torchrun  # noqa: E402
 
 
 def wait(run, seconds: float) -> bool:
@@ -70,7 +70,7 @@ def main() -> int:
                     os.kill(victims[rank], signal.SIGKILL)
                     kills += 1
                     saved = sorted(path.name for path in folder.glob("checkpoints/*/*"))
-                    print(f"kill {kills}: rank {rank}; in the checkpoint folder: {', '.join(saved) or 'nothing'}", flush=True)
+                    print(f"kill {kills}: rank {rank}; checkpoint folder: {', '.join(saved) or 'nothing'}", flush=True)
                 finished = run.wait() == 0
         assert kills == options.kills, f"the run was over after {kills} kills: give it more --steps"
 

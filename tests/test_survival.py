@@ -416,11 +416,11 @@ def test_a_loss_that_is_no_number_stops_all_ranks_at_that_step_and_names_the_las
     folder = copy_of(reference(2), tmp_path)
     checkpoint(folder, 8).unlink()
     good = checkpoint(folder, 4)
-    poison = RUN | dict(resume="latest", resume_anyway=True, muon_lr=1e12, save_every=1)
+    poison = RUN | dict(resume="latest", resume_anyway=True, muon_lr=1e12, scalar_lr=1e12, save_every=1)
     with Ranks(folder, 2, flags(**poison)) as ranks:
         assert ranks.exit_codes() == [1, 1] and ranks.errors() == ""
     message = only_log(folder).splitlines()[-1]
-    assert re.match(r"stopped at step 6: the loss is (nan|inf); learning rates 0\.\d+, 0\.\d+, 0\.\d+, \d\S+e\+11; ", message)
+    assert re.match(r"stopped at step 6: the loss is (nan|inf); learning rates 0\.45, 0\.006, 7\.5e\+11; ", message)
     assert message.endswith(f"last good checkpoint: {good.relative_to(folder)}")
     # Step 5 was saved with weights that give no number: it is set aside, and latest finds the good one.
     assert [path.name for path in sorted(good.parent.iterdir())] == ["step_000004.pt", "step_000005.bad"]
