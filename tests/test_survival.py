@@ -27,7 +27,8 @@ import train_gpt
 from train_gpt import Checkpoints, Hyperparameters, Loader, Shard, UserError, World
 
 # Eight steps whose learning rates, momentum and window all change, with checkpoints at steps 4 and 8.
-RUN = TINY | dict(train_files="train_*.bin", val_files="val.bin", num_iterations=8, save_every=4)
+RUN = TINY | dict(train_files="train_*.bin", val_files="val.bin", num_iterations=8, save_every=4,
+                  cooldown_frac=0.5)
 LONG = RUN | dict(num_iterations=100_000)
 ONE_THREAD = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
