@@ -120,6 +120,8 @@ def load_reader(path: str, length: int) -> tuple[Reader, Hyperparameters]:
         model.load_state_dict(checkpoint["state"]["model"])
     except Exception as error:
         raise UserError(f"{path}: not a checkpoint of this train_gpt.py: {in_one_line(error)}") from None
+    if sum(param.numel() for param in model.parameters()) < 1e7:
+        torch.set_num_threads(1)  # a token's products are too small to share: threads would wait for each other
     window = window_in_blocks(step / settings.num_iterations, settings.window_start, settings.window_end)
     return Reader(model.to("cuda" if torch.cuda.is_available() else "cpu"), window), settings
 

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import Checkpoints, Hyperparameters, Loader, Shard, UserError, World
+from train_gpt import Checkpoints, Hyperparameters, Loader, RunLog, Shard, UserError, World
 
 # Eight steps whose learning rates, momentum and window all change, with checkpoints at steps 4 and 8.
 RUN = TINY | dict(train_files="train_*.bin", val_files="val.bin", num_iterations=8, save_every=4,
@@ -461,6 +461,28 @@ def test_a_full_disk_stops_neither_the_run_nor_harms_the_last_checkpoint(referen
     assert log.stat().st_size == full_at
     assert [path.name for path in checkpoint(folder, 4).parent.iterdir()] == ["step_000004.pt"]
     assert checkpoint(folder, 4).read_bytes() == good
+
+
+def test_a_log_catches_up_once_there_is_room_again(tmp_path):
+    class Disk:
+        """Takes so many bytes, as a nearly full disk does, and then no more."""
+        room, content = 0, b""
+
+        def write(self, content: bytes) -> int:
+            taken = content[:self.room]
+            if not taken:
+                raise OSError(28, "No space left on device")
+            self.content, self.room = self.content + taken, self.room - len(taken)
+            return len(taken)
+
+    log = RunLog(World(0, 1, 0, torch.device("cpu")), tmp_path / "log.txt", "header\n")
+    log.file, said = Disk(), []
+    log.say = said.append
+    for line, room in ("one", 100), ("two", 0), ("three", 4), ("four", 0), ("five", 100), ("six", 1), ("seven", 50):
+        log.file.room = room
+        log.write(line)
+    assert log.file.content == b"one\ntwo\nthree\nfour\nfive\nsix\nseven\n"
+    assert said == ["the log cannot be written, the run goes on: no space left on device"] * 2  # once each time
 
 
 def test_a_console_that_takes_nothing_more_does_not_stop_the_run(folder):
