@@ -107,16 +107,17 @@ LAPTOP = dict(
     sequence_length=1024,
     batch_sequences=2,
     piece_length=256,
-    window_end=300,
-    num_iterations=1700,
-    cooldown_frac=0.6,
+    window_start=256,
+    window_end=256,
+    num_iterations=1300,
+    cooldown_frac=0.5,
     val_tokens=262144,
-    val_loss_every=850,
+    val_loss_every=650,
     target_loss=1.04,
     bfloat16_embeddings=False,
     compile=False,
     warmup_steps=1,
-    save_every=1700,
+    save_every=1300,
 )
 
 class UserError(Exception):
