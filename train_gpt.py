@@ -109,15 +109,15 @@ LAPTOP = dict(
     piece_length=256,
     window_start=256,
     window_end=256,
-    num_iterations=1300,
+    num_iterations=800,
     cooldown_frac=0.5,
     val_tokens=262144,
-    val_loss_every=650,
+    val_loss_every=400,
     target_loss=1.04,
     bfloat16_embeddings=False,
     compile=False,
     warmup_steps=1,
-    save_every=1300,
+    save_every=800,
 )
 
 class UserError(Exception):
@@ -617,7 +617,7 @@ class Loader:
         """The shard's sequence of that number: in its order, or made of pieces scattered over it, each used once.
 
         Where documents are longer than a batch, batches in the shard's order are about one document each, and the model
-        forgets one over the other: on the CPU track that makes a loss of 1.64 where scattered pieces make 1.23.
+        forgets one over the other.
         """
         length = self.settings.piece_length or self.settings.sequence_length
         if not self.settings.piece_length:
