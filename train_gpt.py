@@ -164,8 +164,7 @@ def check_settings(settings: Hyperparameters, world_size: int) -> None:
     for names, low, high in (
         ("num_layers num_heads model_dim sequence_length batch_sequences val_tokens num_iterations ns_steps", 1, 2**40),
         ("collective_timeout", 1, 10**6),
-        ("piece_length", 0, s.sequence_length),
-        ("num_kv_heads embedding_lr head_lr scalar_lr muon_lr momentum_warmup seed", 0, 2**40),
+        ("piece_length num_kv_heads embedding_lr head_lr scalar_lr muon_lr momentum_warmup seed", 0, 2**40),
         ("val_loss_every warmup_steps save_every", 0, 2**40),
         ("vocab_size", 1, 65536),  # shards hold 16-bit tokens
         ("document_token", 0, s.vocab_size - 1),
