@@ -204,12 +204,12 @@ def train_here(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(reference, processes):
-    folder = reference(processes)
-    resume = RUN | dict(resume=checkpoint(folder, 4), checkpoint_dir=f"again_{processes}", warmup_steps=1)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(reference, tmp_path, processes):
+    folder = copy_of(reference(processes), tmp_path)
+    resume = RUN | dict(resume=checkpoint(folder, 4), checkpoint_dir="again", warmup_steps=1)
     result = run_script(flags(**resume), folder, processes)
     assert result.returncode == 0, result.stderr
-    assert differing_bits(checkpoint(folder, 8), checkpoint(folder, 8, f"again_{processes}")) == []
+    assert differing_bits(checkpoint(folder, 8), checkpoint(folder, 8, "again")) == []
     losses = train_losses(only_log(folder))
     assert len(losses) == 8 + 4 and losses[4:8] == losses[8:] and len(set(losses)) == 8
     assert val_losses(only_log(folder))[0] == val_losses(only_log(folder))[1]
