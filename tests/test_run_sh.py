@@ -50,13 +50,13 @@ def test_a_record_is_run_by_its_name(copy, shards):
     assert only_log(copy).read_text().startswith(source)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--nonsense"], "train_gpt: unrecognized arguments: --nonsense (--help lists every setting)"),
-    (["--batch_sequences=1"], "train_gpt: --batch_sequences 1: fewer sequences than processes; start at most 1"),
-    (["records/none"], "run.sh: records/none/train_gpt.py does not exist; the records are: "),
+@pytest.mark.parametrize("before, after, message", [
+    ([], ["--nonsense"], "train_gpt: unrecognized arguments: --nonsense (--help lists every setting)"),
+    ([], ["--batch_sequences=1"], "train_gpt: --batch_sequences 1: fewer sequences than processes; start at most 1"),
+    (["records/none"], [], "run.sh: records/none/train_gpt.py does not exist; the records are: "),
 ])
-def test_bad_input_is_one_line_and_exit_code_2(copy, shards, arguments, message):
-    result = run_sh(copy, *arguments[:1], *shards, *arguments[1:])
+def test_bad_input_is_one_line_and_exit_code_2(copy, shards, before, after, message):
+    result = run_sh(copy, *before, *shards, *after)
     assert result.returncode == 2
     assert result.stderr.splitlines() == [message]
 
