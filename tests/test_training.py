@@ -43,7 +43,7 @@ def test_one_two_and_three_processes_give_the_same_losses(shards, tmp_path, dtyp
     for log in logs[1:]:
         assert train_losses(log) == pytest.approx(train_losses(logs[0]), rel=tolerance)
         assert val_losses(log) == pytest.approx(val_losses(logs[0]), rel=max(tolerance, 5e-5))  # 4 decimals
-    assert len(train_losses(logs[0])) == 10 and train_losses(logs[0])[-1] < 0.7 * train_losses(logs[0])[0]
+    assert len(train_losses(logs[0])) == 10 and train_losses(logs[0])[-1] < train_losses(logs[0])[0] - 0.3
 
 
 @pytest.mark.parametrize("processes", [1, 2])
