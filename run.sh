@@ -74,9 +74,11 @@ case " $*" in
 *) "$python" "${get_data[@]}" ;;
 esac
 
-# torchrun, except that its exit code is the script's, a failure adds no traceback, and a sample follows a checkpoint
+# torchrun, except that its exit code is the script's, a failure adds no traceback, and a sample follows a checkpoint.
+# After a signal the processes have this many seconds to finish their step and save.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 exec "$python" -c '
-import glob, logging, os, subprocess, sys, time
+import glob, logging, os, signal, subprocess, sys, time
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
@@ -84,8 +86,12 @@ logging.disable(logging.ERROR)
 started = time.time()
 try:
     main()
-except ChildFailedError as failure:
-    code = failure.get_first_failure()[1].exitcode
+except ChildFailedError as failed:
+    for rank, failure in failed.failures.items():
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # torchrun itself ends the others by SIGTERM
+            print(f"run.sh: rank {rank} was killed by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
+            sys.exit(128 - failure.exitcode)
+    code = failed.get_first_failure()[1].exitcode
     sys.exit(code if code >= 0 else 128 - code)
 except SignalException as received:
     sys.exit(128 + received.sigval)

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, only_log
@@ -77,3 +78,17 @@ def test_terminating_it_finishes_the_step_and_passes_143_on(copy, shards):
     assert process.returncode == 143, errors
     assert re.search(r"stopped after step \d+ by SIGTERM; last checkpoint: checkpoints/", rest)
     assert "Traceback" not in errors
+
+
+def test_a_killed_process_is_named(copy, shards):
+    process = subprocess.Popen(["./run.sh", *shards, "--num_iterations=100000"], cwd=copy, env=environment(),
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step:3/"):
+            break
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    (victim,) = (pid for pid in workers if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(int(victim), signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 137, errors
+    assert errors.splitlines()[-1] == "run.sh: rank 1 was killed by SIGKILL" and "Traceback" not in errors
