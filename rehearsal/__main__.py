@@ -22,9 +22,8 @@ TRIALS = 3      # shorter sequences that are tried after a run out of memory
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = argparse.ArgumentParser(
-        prog="rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("script", nargs="?", default=str(launch.HERE.parent / "train_gpt.py"),
-                        help="a record or the path of a script (default: train_gpt.py)")
+        prog="rehearse", usage="rehearse [record or script] [options] [--setting value ...]", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--processes", type=int, default=8, help="ranks (default: 8)")
     parser.add_argument("--gpu_memory", type=float, help="GiB of each card (default: 79.1, an H100)")
     parser.add_argument("--gpu_capability", help="compute capability of the cards (default: 9.0)")
@@ -32,7 +31,10 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict[str,
     parser.add_argument("--cache", type=Path, help="compile cache to use again; its kernels are all reported")
     parser.add_argument("--timeout", type=float, default=60, help="minutes until a run is given up (default: 60)")
     parser.add_argument("--no_fill", action="store_true", help="do not fill the compile cache with one rank first")
-    ours, rest = parser.parse_known_args(arguments)
+    # The script comes first or not at all; argparse would take the value of an unknown setting for it.
+    named = arguments[:1] if arguments and not arguments[0].startswith("-") else []
+    ours, rest = parser.parse_known_args(arguments[len(named):])
+    ours.script = named[0] if named else str(launch.HERE.parent / "train_gpt.py")
     if ours.processes < 1:
         raise CannotRehearse(f"--processes {ours.processes}: at least 1")
     return ours, pair_up(rest)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from rehearsal import launch, readings, report, shards  # noqa: E402
-from rehearsal.__main__ import pair_up  # noqa: E402
+from rehearsal.__main__ import pair_up, parse_arguments  # noqa: E402
 from rehearsal.watch import peak_memory  # noqa: E402
 
 STAND_IN = ROOT / "rehearsal" / "stand_in.py"
@@ -326,3 +326,13 @@ def test_a_sequence_too_long_for_memory_is_explained_with_settings_that_fit(rehe
     assert fits["sequence_length"] * fits["batch_sequences"] == 32768 * 8
     assert fits["peak_allocated_bytes"] < 3 * 2**30
     assert f"--sequence_length {fits['sequence_length']}" in text
+
+
+@pytest.mark.parametrize("words, script, settings", [
+    (["--processes", "2", "--num_layers", "4"], "train_gpt.py", {"num_layers": "4"}),
+    (["SoftCap", "--num_layers=4", "--seed", "7"], "SoftCap", {"num_layers": "4", "seed": "7"}),
+    ([], "train_gpt.py", {}),
+])
+def test_settings_of_the_script_go_with_or_without_its_name(words, script, settings):
+    ours, given = parse_arguments(words)
+    assert ours.script.endswith(script) and given == settings
