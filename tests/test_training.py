@@ -1,12 +1,16 @@
 """Whole runs as a user starts them: real processes, real torchrun, real logs."""
 
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -138,11 +142,11 @@ def test_two_torchrun_agents_train_together(shards, tmp_path):
 
 
 def test_a_terminal_gets_a_progress_bar_and_validation_lines(shards, tmp_path):
-    import pty
-
     parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("4H", 40, 160, 0, 0))
     environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TERM="xterm")
-    process = subprocess.Popen([sys.executable, SCRIPT, *shards, "--val_loss_every=2"], cwd=tmp_path, env=environment,
+    process = subprocess.Popen([sys.executable, SCRIPT, *shards, "--val_loss_every=50", "--num_iterations=100"],
+                               cwd=tmp_path, env=environment,
                                stdout=child, stderr=child)
     os.close(child)
     screen, deadline = b"", time.monotonic() + 120
@@ -153,14 +157,14 @@ def test_a_terminal_gets_a_progress_bar_and_validation_lines(shards, tmp_path):
             break
     assert process.wait() == 0
     text = screen.decode()
-    assert "tokens/s" in text and "loss " in text and "step:2/4 val_loss:" in text
+    assert "tokens/s" in text and "loss " in text and "step:50/100 val_loss:" in text
     assert "train_loss" not in text  # step lines are for consoles that are no terminals
 
 
 def test_importing_the_script_runs_nothing_and_needs_nothing_of_the_repository(tmp_path):
-    (tmp_path / "copy.py").write_bytes(SCRIPT.read_bytes())
-    code = "import importlib.util as u; s = u.spec_from_file_location('c', 'copy.py'); " \
+    (tmp_path / "speedrun.py").write_bytes(SCRIPT.read_bytes())
+    code = "import importlib.util as u; s = u.spec_from_file_location('c', 'speedrun.py'); " \
            "m = u.module_from_spec(s); s.loader.exec_module(m); print('imported')"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.stdout == "imported\n", result.stderr
-    assert os.listdir(tmp_path) in (["copy.py"], ["__pycache__", "copy.py"], ["copy.py", "__pycache__"])
+    assert os.listdir(tmp_path) in (["speedrun.py"], ["__pycache__", "speedrun.py"], ["speedrun.py", "__pycache__"])
