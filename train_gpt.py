@@ -615,8 +615,7 @@ class Loader:
     def sequence(self, number: int) -> tuple[Tensor, Tensor]:
         """The shard's sequence of that number: in its order, or made of pieces scattered over it, each used once.
 
-        Where documents are longer than a batch, batches in the shard's order are about one document each, and the model
-        forgets one over the other.
+        Where documents are longer than a batch, a batch in the shard's order is about one document.
         """
         length = self.settings.piece_length or self.settings.sequence_length
         if not self.settings.piece_length:
