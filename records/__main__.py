@@ -8,6 +8,7 @@
     python -m records plot SoftCap logs/*.txt -o curves.png
     python -m records race SoftCap train_gpt.py --runs 5 -- --num_iterations 500
     python -m records page -o records.html          the table, the curves and the diffs on one page
+    python -m records measure --seeds 1 2           run the records here and file their logs; stop it, and it goes on
 
 A record is a folder records/<date>_<name>/ with train_gpt.py and its logs, and any unambiguous part of its name will
 do. LOG is a log of train_gpt.py or of the public scripts of this field. Logs name their target themselves; --target
@@ -339,8 +340,14 @@ def plot_track(axes, entries):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# race and page
+# race, measure and page
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def measure(args, paint):
+    from records.measure import measure
+
+    return measure(args, paint)
 
 
 def race(args, paint):
@@ -423,6 +430,9 @@ def parser():
     sub.add_argument("--nproc", type=count, help="processes a run (default: one a GPU; on a CPU 2, or 1 on one core)")
     sub.add_argument("--first-seed", type=int, default=1, metavar="N", help="pair i runs with seed N + i - 1")
     sub.add_argument("--state", type=Path, metavar="DIR", help="where finished runs are kept (default: in logs/)")
+    sub = command("measure", measure, "run records on this machine and file their logs")
+    sub.add_argument("names", nargs="*", metavar="RECORD", help="default: all records")
+    sub.add_argument("--seeds", type=int, nargs="+", default=[1, 2], metavar="N", help="a run with each (default: 1 2)")
     sub = command("page", page, "all of it on one page")
     sub.add_argument("names", nargs="*", metavar="RECORD|LOG", help="default: all records")
     sub.add_argument("-o", "--output", type=Path, required=True, metavar="records.html")

@@ -1,0 +1,53 @@
+"""Runs the records on this machine and files their logs: `python -m records measure`, which can be stopped and goes on.
+
+What is already done is read off the records' own logs: a run of this very script with this seed, complete. So there is
+no state to lose, and a script that changed is measured again.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from records.logs import UserError, open_records, read_log, record_folders, same_source
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def measure(args, paint):
+    """Seed by seed through all records, so that what the machine does meanwhile happens to all of them."""
+    folders = record_folders(args.records)
+    if args.names:
+        folders = [record.folder for record in open_records(args.names, args.records)]
+    wanted = [(folder, seed) for seed in args.seeds for folder in folders]
+    missing = [(folder, seed) for folder, seed in wanted if not is_measured(folder, seed)]
+    print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are there already")
+    for number, (folder, seed) in enumerate(missing, start=1):
+        load = os.getloadavg()[0]
+        busy = paint(f" (the machine is busy: load {load:.1f})", "yellow") if load > 1.5 and number == 1 else ""
+        print(f"{number}/{len(missing)}: {folder.name}, seed {seed}{busy}", flush=True)
+        print(f"    {run(folder, seed)}", flush=True)
+    return 0
+
+
+def is_measured(folder, seed):
+    source = (folder / "train_gpt.py").read_bytes()
+    return any(
+        log.seed == str(seed) and log.source and same_source(log.source, source) and any(r.complete for r in log.runs)
+        for log in map(read_log, sorted(folder.glob("*.txt")))
+    )
+
+
+def run(folder, seed):
+    """One run through run.sh; its log goes into the record's folder when it is whole, and only then."""
+    with tempfile.TemporaryDirectory() as unfinished:
+        command = ["./run.sh", str(folder), "--seed", str(seed), "--log_dir", unfinished, "--save_every", "0"]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
+        logs = list(Path(unfinished).glob("*.txt"))
+        if done.returncode or len(logs) != 1:
+            raise UserError(f"{folder.name} with seed {seed} ended with exit code {done.returncode}")
+        shutil.copy(logs[0], folder / "unfinished.tmp")
+        (folder / "unfinished.tmp").rename(folder / logs[0].name)
+    return done.stdout.strip().splitlines()[-1]
