@@ -109,15 +109,17 @@ LAPTOP = dict(
     piece_length=256,
     window_start=256,
     window_end=256,
-    num_iterations=800,
+    num_iterations=1300,
     cooldown_frac=0.5,
+    embedding_lr=0.2,
+    muon_lr=0.03,
     val_tokens=262144,
-    val_loss_every=400,
+    val_loss_every=650,
     target_loss=1.04,
     bfloat16_embeddings=False,
     compile=False,
     warmup_steps=1,
-    save_every=800,
+    save_every=1300,
 )
 
 class UserError(Exception):
@@ -850,14 +852,15 @@ def absent(world: World, store: dist.Store, word: str) -> str:
     """The ranks that have not left this word in the store."""
     return ", ".join(str(rank) for rank in range(world.size) if not store.check([f"{word}/{rank}"]))
 
-def from_first_rank(value, world: World):
+def from_first_rank(name: str, value, world: World, store: dist.Store | None):
     """The first process's value, on all of them."""
-    values = [value]
-    if world.size > 1:
-        dist.broadcast_object_list(values, src=0, device=world.device)
-    return values[0]
+    if store is None:
+        return value
+    if world.rank == 0:
+        store.set(name, json.dumps(value))
+    return json.loads(store.get(name))
 
-def choose_dtype(settings: Hyperparameters, world: World) -> tuple[Hyperparameters, str]:
+def choose_dtype(settings: Hyperparameters, world: World, store: dist.Store | None) -> tuple[Hyperparameters, str]:
     """The settings with `auto` decided, and the reason in words."""
     if settings.dtype != "auto":
         return settings, "as asked"
@@ -873,7 +876,7 @@ def choose_dtype(settings: Hyperparameters, world: World) -> tuple[Hyperparamete
         return min(times)
 
     # CPUs with bfloat16 instructions multiply twice as fast in it, others take three times as long
-    speedup = from_first_rank(seconds(torch.float32) / seconds(torch.bfloat16), world)
+    speedup = from_first_rank("speedup", seconds(torch.float32) / seconds(torch.bfloat16), world, store)
     dtype = "bfloat16" if speedup > 1 else "float32"
     return replace(settings, dtype=dtype), f"bfloat16 runs at {speedup:.1f} times float32's speed here"
 
@@ -988,10 +991,7 @@ class Trainer:
     def backward(self, batch: list[tuple[Tensor, Tensor]], step: int) -> tuple[float, int]:
         """The gradient of the whole batch; returns its loss and, if any process was told to stop, an exit code."""
         self.set_schedules(step)
-        report = torch.zeros(1 + len(self.signals.received), device=self.world.device)
-        for i, received in enumerate(self.signals.received.values(), start=1):
-            if received:  # no copy from the host in an ordinary step: it would wait for the GPU
-                report[i] = 1
+        report = torch.tensor([0.0, *self.signals.received.values()]).to(self.world.device, non_blocking=True)
         for inputs, targets in batch[:-1]:
             with self.forward.no_sync() if self.world.size > 1 else contextlib.nullcontext():
                 self.share_of_loss(inputs, targets, report).backward()
@@ -1108,11 +1108,12 @@ class Checkpoints:
 def newest_checkpoint(folder: str) -> str:
     return str(max(Path(folder).glob("*/step_*.pt"), key=by_age, default=""))
 
-def load_checkpoint(settings: Hyperparameters, world: World, source: str, data: list[dict]) -> dict:
+def load_checkpoint(settings: Hyperparameters, world: World, store: dist.Store | None, source: str,
+                    data: list[dict]) -> dict:
     """The checkpoint that --resume names, empty for none; refused if it belongs to another run than this."""
     path = settings.resume
     if path == "latest":
-        path = from_first_rank(newest_checkpoint(settings.checkpoint_dir), world)
+        path = from_first_rank("latest", newest_checkpoint(settings.checkpoint_dir), world, store)
     if not path:
         return {}
     try:
@@ -1137,15 +1138,15 @@ def load_checkpoint(settings: Hyperparameters, world: World, source: str, data: 
 # The run: from the settings to the last step
 # ----------------------------------------------------------------------------------------------------
 
-def train(settings: Hyperparameters, world: World, source: str, dtype_reason: str) -> None:
+def train(settings: Hyperparameters, world: World, store: dist.Store | None, source: str, dtype_reason: str) -> None:
     s = settings
     train_shards, val_shard = find_shards(s.train_files), Shard(find_shards(s.val_files)[0], s.vocab_size)
     if len(val_shard) <= s.val_tokens:
         raise UserError(f"--val_tokens {s.val_tokens}: {val_shard.path} holds {len(val_shard)}, and one more is needed")
     loader = Loader(train_shards, s, world)
     data = fingerprint([*train_shards, val_shard.path])
-    resumed = load_checkpoint(s, world, source, data)
-    run_id = from_first_rank(resumed.get("run_id") or str(uuid.uuid4()), world)
+    resumed = load_checkpoint(s, world, store, source, data)
+    run_id = from_first_rank("run_id", resumed.get("run_id") or str(uuid.uuid4()), world, store)
     log = RunLog(world, Path(s.log_dir) / f"{run_id}.txt", log_header(source, s, world, data))
     trainer = Trainer(s, world)
     weights = sum(p.numel() for p in trainer.model.parameters())
@@ -1230,9 +1231,9 @@ def main(arguments: list[str] | None = None) -> int:
         if world.on_gpu:
             start_gpu(world)
         store = connect(world, settings.collective_timeout)
-        settings, dtype_reason = choose_dtype(settings, world)
+        settings, dtype_reason = choose_dtype(settings, world, store)
         try:
-            train(settings, world, source, dtype_reason)
+            train(settings, world, store, source, dtype_reason)
         except torch.OutOfMemoryError:
             raise UserError(memory_advice(settings, world)) from None
         if store:
