@@ -798,13 +798,14 @@ def find_place() -> World:
     return World(rank, max(size, 1), local_rank, device)
 
 def start_gpu(world: World) -> None:
+    # Loses less memory to fragments; before anything else, as the first question to a GPU settles it.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
         raise UserError(f"more processes than GPUs on this machine ({torch.cuda.device_count()}): start one for each")
     name, capability = torch.cuda.get_device_name(world.device), torch.cuda.get_device_capability(world.device)
     if capability < (8, 0) or not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"{name} (sm_{capability[0]}{capability[1]}) has no bfloat16: this script needs sm_80 or "
                         "newer, such as A100 or RTX 30; with CUDA_VISIBLE_DEVICES='' it trains on the CPU")
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # loses less memory to fragments
     torch.cuda.set_device(world.device)
     torch.empty(1, device=world.device, requires_grad=True).backward()  # a context before the libraries ask for one
 

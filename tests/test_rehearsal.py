@@ -282,6 +282,20 @@ def test_a_card_holds_no_more_than_its_memory(on_null_gpu, allocator):
     assert int(held) == 23      # the context takes the rest
 
 
+START_GPU = """
+import torch, train_gpt
+world = train_gpt.find_place()
+train_gpt.start_gpu(world)
+block = torch.empty(2**20, device=world.device)
+print({segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
+"""
+
+
+@pytest.mark.rehearsal
+def test_the_script_asks_for_expandable_segments_before_the_allocator_has_made_up_its_mind(on_null_gpu):
+    assert on_null_gpu(START_GPU, PYTHONPATH=str(ROOT)).strip() == "{True}"
+
+
 @pytest.mark.rehearsal
 def test_a_clean_script_passes_with_memory_collectives_and_flops(rehearse):
     exit_code, found, text = rehearse("--processes", "2")
