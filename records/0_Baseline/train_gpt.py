@@ -95,14 +95,14 @@ LAPTOP = dict(
     sequence_length=1024,
     batch_sequences=2,
     piece_length=1024,
-    num_iterations=1300,
+    num_iterations=1500,
     lr=0.004,
     val_tokens=262144,
-    val_loss_every=650,
+    val_loss_every=750,
     target_loss=1.04,
     compile=False,
     warmup_steps=1,
-    save_every=1300,
+    save_every=1500,
 )
 
 class UserError(Exception):

@@ -108,16 +108,16 @@ LAPTOP = dict(
     piece_length=256,
     window_start=256,
     window_end=256,
-    num_iterations=1300,
+    num_iterations=1500,
     cooldown_frac=0.5,
     embedding_lr=0.2,
     muon_lr=0.03,
     val_tokens=262144,
-    val_loss_every=650,
+    val_loss_every=750,
     target_loss=1.04,
     compile=False,
     warmup_steps=1,
-    save_every=1300,
+    save_every=1500,
 )
 
 class UserError(Exception):
