@@ -1038,7 +1038,7 @@ def test_the_baseline_has_the_size_and_the_schedule_of_gpt2():
         trainer.set_schedules(step)
         (lr,) = {group["lr"] for group in trainer.groups()}
         rate.append(lr / 0.0018)
-    steps, warmup = 9536, 256
+    steps, warmup = 19073, 256
     assert len(rate) == steps
     assert np.allclose(rate[:warmup], np.arange(warmup) / warmup)
     assert np.allclose(rate[warmup:], np.cos(np.pi / 2 * np.arange(steps - warmup) / (steps - warmup)) ** 2)

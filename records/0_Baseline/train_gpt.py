@@ -60,8 +60,8 @@ class Hyperparameters:
     batch_sequences: int = 8  # sequences of one step, dealt out to the processes in turn
     piece_length: int = 0  # make sequences of pieces this long from all over the shard; 0 means in the shard's order
     # optimisation
-    num_iterations: int = 9536  # training steps
-    warmup_frac: float = 256 / 9536  # the learning rate rises from zero over this first part of the steps
+    num_iterations: int = 19073  # training steps
+    warmup_frac: float = 256 / 19073  # the learning rate rises from zero over this first part of the steps
     lr: float = 0.0018  # AdamW's learning rate; after the warm-up it falls to zero along half a cosine's wave
     weight_decay: float = 0.1  # AdamW's decay of the matrices and tables
     adam_beta1: float = 0.9  # Adam's decay of the mean gradient
