@@ -14,7 +14,7 @@ SCRIPT = ROOT / "train_gpt.py"
 # A model and a run that take a second or two.
 TINY = dict(vocab_size=257, document_token=256, num_layers=2, num_heads=2, model_dim=32, sequence_length=256,
             batch_sequences=4, piece_length=0, window_start=128, window_end=384, num_iterations=4, val_tokens=1024,
-            val_loss_every=0, dtype="float32", warmup_steps=0, save_every=0)
+            embedding_lr=0.6, muon_lr=0.05, val_loss_every=0, dtype="float32", warmup_steps=0, save_every=0)
 
 
 def write_shard(path: Path, tokens, magic: int = 20240520, version: int = 1, count: int | None = None) -> Path:
