@@ -42,8 +42,10 @@ def is_measured(folder, seed):
 
 def run(folder, seed):
     """One run through run.sh; its log goes into the record's folder when it is whole, and only then."""
-    with tempfile.TemporaryDirectory() as unfinished:
-        command = ["./run.sh", str(folder), "--seed", str(seed), "--log_dir", unfinished, "--save_every", "0"]
+    (ROOT / "logs").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "logs", prefix="unfinished_") as unfinished:
+        log_dir = os.path.relpath(unfinished, ROOT)  # a log need not tell where on this machine it was written
+        command = ["./run.sh", str(folder), "--seed", str(seed), "--log_dir", log_dir, "--save_every", "0"]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
         logs = list(Path(unfinished).glob("*.txt"))
         if done.returncode or len(logs) != 1:
