@@ -111,7 +111,10 @@ LAPTOP = dict(
     num_iterations=1500,
     cooldown_frac=0.5,
     embedding_lr=0.2,
+    adam_beta1=0.9,
+    adam_beta2=0.99,
     muon_lr=0.03,
+    momentum_end=0.9,
     val_tokens=262144,
     val_loss_every=0,
     target_loss=1.04,
@@ -209,7 +212,7 @@ def newton_schulz(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     x = x / (x.norm() + 1e-7)  # so that no singular value is above 1
     for _ in range(steps):
         gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
 
 class Muon(torch.optim.Optimizer):
@@ -330,10 +333,10 @@ def gathered_mask(documents: Tensor, window_blocks: Tensor) -> Tensor:
     return causal & (documents.view(-1, BLOCK, 1) == gather_window(documents, window, nothing=-1)[:, None])
 
 def gather_window(x: Tensor, window_blocks: int, nothing: float = 0) -> Tensor:
-    """For each block along the first dimension: that block and the ones before it in the window, along the last."""
-    before = (window_blocks - 1) * BLOCK
-    padded = F.pad(x, (0, 0) * (x.ndim - 1) + (before, 0), value=nothing)
-    return padded.unfold(0, before + BLOCK, BLOCK)
+    """For each block of the first dimension: the tokens of that block's window, those of the block itself last."""
+    blocks = x.unflatten(0, (-1, BLOCK))
+    padded = F.pad(blocks, (0, 0) * x.ndim + (window_blocks - 1, 0), value=nothing)
+    return torch.cat([padded[i:i + len(blocks)] for i in range(window_blocks)], dim=1)
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask | Tensor) -> Tensor:
     """Attention under the mask; the only place where devices differ in what they compute.
@@ -345,8 +348,7 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask | Tensor
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
     q_NHBD = q_THD.unflatten(0, (-1, BLOCK)).transpose(1, 2)
-    window = mask.size(-1) // BLOCK
-    k_NHWD, v_NHWD = (gather_window(x, window).transpose(-1, -2) for x in (k_THD, v_THD))
+    k_NHWD, v_NHWD = (gather_window(x, mask.size(-1) // BLOCK).transpose(1, 2) for x in (k_THD, v_THD))
     y_NHBD = F.scaled_dot_product_attention(q_NHBD, k_NHWD, v_NHWD, attn_mask=mask[:, None], enable_gqa=True)
     return y_NHBD.transpose(1, 2).flatten(0, 1)
 
