@@ -30,7 +30,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict[str,
     parser.add_argument("--output", type=Path, help="folder for logs and report.json (default: a new one)")
     parser.add_argument("--cache", type=Path, help="compile cache to use again; its kernels are all reported")
     parser.add_argument("--timeout", type=float, default=60, help="minutes until a run is given up (default: 60)")
-    parser.add_argument("--no_fill", action="store_true", help="do not fill the compile cache with one rank first")
+    parser.add_argument("--no_fill", action="store_true", help="do not fill the compile cache with two ranks first")
     # The script comes first or not at all; argparse would take the value of an unknown setting for it.
     named = arguments[:1] if arguments and not arguments[0].startswith("-") else []
     ours, rest = parser.parse_known_args(arguments[len(named):])
@@ -78,12 +78,10 @@ def rehearse(ours: argparse.Namespace, given: dict[str, str]) -> dict:
                 found["out_of_memory"]["fits"] = shorter | {"peak_allocated_bytes": peak}
                 return
 
-    main = None
-    if ours.processes > 1 and not ours.no_fill:
-        alone = run(1, "alone", card)     # fills the compile cache for the others
-        main = alone if alone.exit_code != 0 else None      # what fails alone need not be tried by eight
-    main = main or run(ours.processes, "rehearsal", card)
-    found = report.collect(main, script, settings, cache)
+    if ours.processes > 2 and not ours.no_fill:
+        # So that eight do not compile the same kernels side by side. One rank would not do: DDP divides the graph.
+        run(2, "filling", card)
+    found = report.collect(run(ours.processes, "rehearsal", card), script, settings, cache)
     if found["out_of_memory"]:
         find_what_fits(found)
     found["findings"] = report.findings(found)

@@ -103,6 +103,7 @@ def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str
         "REHEARSAL_FOLDER": str(folder),
         "REHEARSAL_SCRIPT": str(script),
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TRITON_CACHE_DIR": str(cache / "triton"),     # or Inductor keeps the same kernels once for each device
         # many ranks share few cores here
         "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
