@@ -49,10 +49,12 @@ script=train_gpt.py
 if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
     script=${1%/}
     script=${script%/train_gpt.py}/train_gpt.py
-    [ -f "$script" ] || die "$script does not exist; the records are: $(ls -d records/[0-9]*/ 2>/dev/null | tr '\n' ' ')"
+    [ -f "$script" ] || die "$script does not exist; there are: test rehearse $(ls -d records/[0-9]*/ 2>/dev/null | tr '\n' ' ')"
     shift
 fi
-case " $* " in *" --help "*) install requirements.txt; exec "$python" "$script" --help ;; esac
+case " $* " in *" --help "* | *" -h "*) install requirements.txt; exec "$python" "$script" --help ;; esac
+
+case ${PROCESSES:-1} in 0* | *[!0-9]*) die "PROCESSES=$PROCESSES: must be a number of processes, 1 or more" ;; esac
 
 install requirements.txt
 read -r gpus cores < <("$python" -c 'import os, torch; print(torch.cuda.device_count(), os.cpu_count())')
@@ -97,5 +99,6 @@ except SignalException as received:
     sys.exit(128 + received.sigval)
 saved = [path for path in glob.glob("checkpoints/*/step_*.pt") if os.path.getmtime(path) > started]
 if saved and sys.argv[3] == "train_gpt.py":
+    print("\nwhat the model writes (python sample.py latest):", flush=True)
     sys.exit(subprocess.call([sys.executable, "sample.py", max(saved, key=os.path.getmtime), "--tokens", "300"]))
 ' --standalone --nproc_per_node="$processes" "$script" "$@"

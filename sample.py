@@ -6,7 +6,9 @@
 """
 
 import codecs
+import os
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -118,6 +120,8 @@ def load_reader(path: str, length: int) -> tuple[Reader, Hyperparameters]:
         settings, step = Hyperparameters(**checkpoint["settings"]), checkpoint["step"]
         model = build_model(replace(settings, sequence_length=next_multiple_of(BLOCK, length)))
         model.load_state_dict(checkpoint["state"]["model"])
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror.lower()}") from None
     except Exception as error:
         raise UserError(f"{path}: not a checkpoint of this train_gpt.py: {in_one_line(error)}") from None
     if sum(param.numel() for param in model.parameters()) < 1e7:
@@ -152,7 +156,8 @@ def continuation(reader: Reader, settings: Hyperparameters, prompt: list[int], c
 
 def parse(arguments: list[str] | None):
     about, usage = __doc__.split("\n", 1)
-    parser = OneLineParser(description=about, epilog=usage, allow_abbrev=False)
+    parser = OneLineParser(description=about, epilog=usage, allow_abbrev=False,
+                           formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", default="latest", help="a file, or latest for the newest [latest]")
     parser.add_argument("--prompt", default="", help="what the text starts with; nothing means a new document")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to add at most [200]")
@@ -186,6 +191,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"sample: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the text has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
+        return 0
     except KeyboardInterrupt:
         return 130
 

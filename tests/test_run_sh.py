@@ -27,9 +27,9 @@ def environment() -> dict:
     return os.environ | dict(VENV=sys.prefix, CUDA_VISIBLE_DEVICES="", PROCESSES="2")
 
 
-def run_sh(folder, *arguments, timeout=300):
-    return subprocess.run(["./run.sh", *arguments], cwd=folder, env=environment(), capture_output=True, text=True,
-                          timeout=timeout)
+def run_sh(folder, *arguments, timeout=300, **variables):
+    return subprocess.run(["./run.sh", *arguments], cwd=folder, env=environment() | variables, capture_output=True,
+                          text=True, timeout=timeout)
 
 
 def test_it_says_what_it_chose_trains_and_shows_a_sample(copy, shards):
@@ -55,7 +55,7 @@ def test_a_record_is_run_by_its_name(copy, shards):
 @pytest.mark.parametrize("before, after, message", [
     ([], ["--nonsense"], "train_gpt: unrecognized arguments: --nonsense (--help lists every setting)"),
     ([], ["--batch_sequences=1"], "train_gpt: --batch_sequences 1: fewer sequences than processes; start at most 1"),
-    (["records/none"], [], "run.sh: records/none/train_gpt.py does not exist; the records are: "),
+    (["records/none"], [], "run.sh: records/none/train_gpt.py does not exist; there are: test rehearse "),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(copy, shards, before, after, message):
     result = run_sh(copy, *before, *shards, *after)
@@ -63,8 +63,16 @@ def test_bad_input_is_one_line_and_exit_code_2(copy, shards, before, after, mess
     assert result.stderr.splitlines() == [message]
 
 
-def test_help_needs_no_data(copy):
-    result = run_sh(copy, "--help")
+@pytest.mark.parametrize("count", ["0", "x", "-1", "1.5"])
+def test_an_impossible_number_of_processes_is_told(copy, shards, count):
+    result = run_sh(copy, *shards, PROCESSES=count)
+    assert result.returncode == 2
+    assert result.stderr == f"run.sh: PROCESSES={count}: must be a number of processes, 1 or more\n"
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_needs_no_data(copy, flag):
+    result = run_sh(copy, flag)
     assert result.returncode == 0 and "--num_iterations int" in result.stdout
 
 

@@ -171,7 +171,7 @@ def test_the_window_is_that_of_the_checkpoints_step(trained):
 
 
 @pytest.mark.parametrize("arguments, complaint", [
-    (["nowhere.pt"], "nowhere.pt"),
+    (["nowhere.pt"], "sample: nowhere.pt: no such file or directory\n"),
     (["train.bin"], "not a checkpoint"),
     (["latest", "--checkpoint_dir", "empty"], "no checkpoint in empty"),
     (["--tokens", "0"], "--tokens 0"),
@@ -186,6 +186,14 @@ def test_bad_input_gets_one_line_and_exit_code_2(trained, arguments, complaint, 
     assert sample.main(arguments) == 2
     output = capsys.readouterr()
     assert output.out == "" and complaint in output.err and output.err.count("\n") == 1
+
+
+def test_a_reader_that_closes_the_pipe_is_no_error(trained):
+    command = [sys.executable, str(ROOT / "sample.py"), "--tokens", "3000", "--top_k", "200", "--temperature", "2"]
+    process = subprocess.Popen(command, cwd=trained, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(1)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
 
 
 def test_a_strangers_checkpoint_runs_no_code(tmp_path, capsys):
