@@ -1,3 +1,4 @@
+import signal
 import sys
 from pathlib import Path
 
@@ -6,6 +7,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from helpers import TINY, flags, made_up_tokens, write_shard
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, which what they start would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
