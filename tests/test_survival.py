@@ -220,6 +220,7 @@ def test_another_number_of_processes_resumes_within_rounding(reference, tmp_path
     folder = copy_of(reference(before), tmp_path)
     result = run_script(flags(**RUN | dict(resume=checkpoint(folder, 4), checkpoint_dir="again")), folder, after)
     assert result.returncode == 0, result.stderr
+    assert f"step_000004.pt on {after} x " in only_log(folder)
     losses = train_losses(only_log(folder))
     assert len(losses) == 8 + 4 and losses[8:] == pytest.approx(losses[4:8], rel=1e-6)
     uninterrupted, resumed = checkpoint(folder, 8), checkpoint(folder, 8, "again")
@@ -235,7 +236,8 @@ def test_a_resumed_run_goes_on_in_the_same_log_and_with_the_same_clock(reference
     after = only_log(folder)
     assert code == 0 and after.startswith(before)
     added = after.removeprefix(before)
-    assert added.startswith(f"resumed at step 4 from {checkpoint(folder, 4)}\n") and "====" not in added
+    assert added.startswith(f"resumed at step 4 from {checkpoint(folder, 4)} on 1 x ") and "====" not in added
+    assert f"hardware: {added.splitlines()[0].split(' on 1 x ')[1]}\n" in before
     step_4, step_5 = (int(re.search(rf"^step:{step}/8 train_loss\S+ train_time:(\d+)ms", text, re.MULTILINE)[1])
                       for step, text in ((4, before), (5, added)))
     assert step_5 > step_4 > 0

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -87,6 +88,7 @@ class Hyperparameters:
     dtype: str = "auto"  # of activations and products: bfloat16, float32, or auto (the faster on a CPU)
     compile: bool = True  # compile with torch.compile
     max_autotune: bool = False  # let Inductor try more kernels for many more minutes of compiling
+    activation_budget: float = 1.0  # part of the activations to keep for the backward; others are computed again
     warmup_steps: int = 10  # steps on made-up data before the clock starts; they leave no trace
     collective_timeout: int = 600  # seconds until a process that does not answer ends the run
     # survival
@@ -172,7 +174,7 @@ def check_settings(settings: Hyperparameters, world_size: int) -> None:
         ("val_loss_every warmup_steps save_every", 0, 2**40),
         ("vocab_size", 1, 65536),  # shards hold 16-bit tokens
         ("document_token", 0, s.vocab_size - 1),
-        ("warmup_frac cooldown_frac", 0, 1),
+        ("warmup_frac cooldown_frac activation_budget", 0, 1),
         ("adam_beta1 adam_beta2 momentum_start momentum_end", 0, 0.99999),
         ("window_start", WINDOW_STEP, s.window_end),
     ):
@@ -762,7 +764,8 @@ def memory_advice(settings: Hyperparameters, world: World) -> str:
         weights = sum(param.numel() for param in build_model(s).parameters())
 
     def needed(length: int) -> float:
-        token = 2 * (19 * s.num_layers * s.model_dim + s.vocab_size)
+        kept = 19 if s.activation_budget == 1 else 15  # vectors a layer
+        token = 2 * (kept * s.num_layers * s.model_dim + s.vocab_size)
         return (16 * weights + length * token) / 2**30
 
     length, sequences = s.sequence_length, s.batch_sequences
@@ -824,7 +827,7 @@ def choose_dtype(settings: Hyperparameters, world: World, store: dist.Store | No
     # CPUs with bfloat16 instructions multiply twice as fast in it, others take three times as long
     speedup = from_first_rank("speedup", seconds(torch.float32) / seconds(torch.bfloat16), world, store)
     dtype = "bfloat16" if speedup > 1 else "float32"
-    return replace(settings, dtype=dtype), f"bfloat16 runs at {speedup:.1f} times float32's speed here"
+    return replace(settings, dtype=dtype), f"bfloat16 runs at {speedup:.2g} times float32's speed here"
 
 class Stopped(BaseException):
     """The end of a run before its last step, with the exit code that says why; no fault that others may catch."""
@@ -902,6 +905,7 @@ class Trainer:
     def __init__(self, settings: Hyperparameters, world: World):
         s = self.settings = settings
         self.world, self.signals = world, StopSignals()
+        functorch_config.activation_memory_budget = s.activation_budget
         self.model = build_model(s, flex=s.compile and world.on_gpu).to(world.device)
         mode = "max-autotune-no-cudagraphs" if s.max_autotune else None
         self.forward = self.compiled = torch.compile(self.model, dynamic=False, mode=mode) if s.compile else self.model
@@ -1016,8 +1020,8 @@ class Trainer:
 
 # What a resumed run may change; every other setting must be as it was.
 FREE_SETTINGS = {"train_files", "val_files", "val_loss_every", "val_tokens", "target_loss", "compile", "warmup_steps",
-                 "max_autotune", "collective_timeout", "log_dir", "checkpoint_dir", "save_every", "resume",
-                 "resume_anyway"}
+                 "max_autotune", "activation_budget", "collective_timeout", "log_dir", "checkpoint_dir",
+                 "save_every", "resume", "resume_anyway"}
 
 def by_age(path: Path) -> tuple[int, str]:
     return path.stat().st_mtime_ns, path.name
@@ -1104,7 +1108,8 @@ def train(settings: Hyperparameters, world: World, store: dist.Store | None, sou
     log = RunLog(world, Path(s.log_dir) / f"{run_id}.txt", log_header(source, s, world, data))
     trainer = Trainer(s, world)
     weights = sum(p.numel() for p in trainer.model.parameters())
-    log.say(f"{world.size} x {describe_hardware(world).splitlines()[0]}; {'compiled' if s.compile else 'eager'}\n"
+    machine = f"{world.size} x {describe_hardware(world).splitlines()[0]}"
+    log.say(f"{machine}; {'compiled' if s.compile else 'eager'}\n"
             f"{s.dtype}: {dtype_reason}\n"
             f"{weights / 1e6:.1f}M weights in {s.num_layers} layers of width {s.model_dim}; "
             f"{s.num_iterations} steps of {s.batch_sequences} x {s.sequence_length} tokens\n"
@@ -1119,7 +1124,7 @@ def train(settings: Hyperparameters, world: World, store: dist.Store | None, sou
             except (KeyError, ValueError, RuntimeError) as error:
                 raise UserError(f"--resume {resumed['path']}: {in_one_line(error)}") from None
             loader.seek(resumed["loader"])
-            log.note(f"resumed at step {resumed['step']} from {resumed['path']}")
+            log.note(f"resumed at step {resumed['step']} from {resumed['path']} on {machine}")
         loop(trainer, loader, val_shard, log, resumed, about)
     except Stopped as stop:
         log.note(str(stop))
