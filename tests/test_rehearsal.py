@@ -245,9 +245,9 @@ def on_null_gpu(prepared, tmp_path):
 
 @pytest.fixture
 def rehearse(prepared, cache, tmp_path):
-    """Rehearses the stand-in and returns (exit code, report, text)."""
-    def run(*flags: str) -> tuple[int, dict, str]:
-        command = [sys.executable, "-m", "rehearsal", STAND_IN, "--output", tmp_path, "--cache", cache, *flags]
+    """Rehearses the stand-in, or another script, and returns (exit code, report, text)."""
+    def run(*flags: str, script: Path = STAND_IN) -> tuple[int, dict, str]:
+        command = [sys.executable, "-m", "rehearsal", script, "--output", tmp_path, "--cache", cache, *flags]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode in (0, 1), result.stderr
         return result.returncode, json.loads((tmp_path / "report.json").read_text()), result.stdout
@@ -340,6 +340,21 @@ def test_a_sequence_too_long_for_memory_is_explained_with_settings_that_fit(rehe
     assert fits["sequence_length"] * fits["batch_sequences"] == 32768 * 8
     assert fits["peak_allocated_bytes"] < 3 * 2**30
     assert f"--sequence_length {fits['sequence_length']}" in text
+
+
+@pytest.mark.rehearsal
+def test_computing_again_takes_less_memory_and_no_more_matrix_products(rehearse):
+    small = ("--processes", "1", "--num_layers", "2", "--vocab_size", "1000", "--document_token", "999",
+             "--sequence_length", "16384", "--val_tokens", "16384")
+    peaks, flops = [], []
+    for recompute in ("false", "true"):
+        exit_code, found, text = rehearse(*small, "--recompute", recompute, script=ROOT / "train_gpt.py")
+        assert exit_code == 0, text
+        peaks.append(found["memory"]["per_rank"]["0"]["peak_allocated_bytes"])
+        flops.append(found["flops"]["model_matmul_per_token"])
+    relu_squared = 2 * 16384 * 4 * 768 * 2      # of two layers, in bfloat16
+    assert peaks[0] - peaks[1] > 0.9 * relu_squared, peaks
+    assert flops[0] == flops[1]
 
 
 @pytest.mark.parametrize("words, script, settings", [

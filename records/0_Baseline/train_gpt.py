@@ -77,7 +77,7 @@ class Hyperparameters:
     dtype: str = "auto"  # of activations and products: bfloat16, float32, or auto (the faster on a CPU)
     compile: bool = True  # compile with torch.compile
     max_autotune: bool = False  # let Inductor try more kernels for many more minutes of compiling
-    activation_budget: float = 1.0  # part of the activations to keep for the backward; others are computed again
+    recompute: bool = False  # save memory: what is cheap is computed again in the backward instead of being kept
     warmup_steps: int = 10  # steps on made-up data before the clock starts; they leave no trace
     collective_timeout: int = 600  # seconds until a process that does not answer ends the run
     # survival
@@ -155,7 +155,7 @@ def check_settings(settings: Hyperparameters, world_size: int) -> None:
         ("piece_length lr weight_decay gradient_clip seed", 0, 2**40),
         ("val_loss_every warmup_steps save_every", 0, 2**40),
         ("vocab_size", 1, 65536),  # shards hold 16-bit tokens
-        ("warmup_frac activation_budget", 0, 1),
+        ("warmup_frac", 0, 1),
         ("adam_beta1 adam_beta2", 0, 0.99999),
     ):
         for name in names.split():
@@ -701,7 +701,7 @@ class Trainer:
     def __init__(self, settings: Hyperparameters, world: World):
         s = self.settings = settings
         self.world, self.signals = world, StopSignals()
-        functorch_config.activation_memory_budget = s.activation_budget
+        functorch_config.ban_recompute_materialized_backward = not s.recompute
         self.model = build_model(s).to(world.device)
         mode = "max-autotune-no-cudagraphs" if s.max_autotune else None
         self.forward = self.compiled = torch.compile(self.model, dynamic=False, mode=mode) if s.compile else self.model
@@ -796,7 +796,7 @@ class Trainer:
 
 # What a resumed run may change; every other setting must be as it was.
 FREE_SETTINGS = {"train_files", "val_files", "val_loss_every", "val_tokens", "target_loss", "compile", "warmup_steps",
-                 "max_autotune", "activation_budget", "collective_timeout", "log_dir", "checkpoint_dir",
+                 "max_autotune", "recompute", "collective_timeout", "log_dir", "checkpoint_dir",
                  "save_every", "resume", "resume_anyway"}
 
 def by_age(path: Path) -> tuple[int, str]:

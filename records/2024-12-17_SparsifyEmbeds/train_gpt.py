@@ -87,7 +87,7 @@ class Hyperparameters:
     dtype: str = "auto"  # of activations and products: bfloat16, float32, or auto (the faster on a CPU)
     compile: bool = True  # compile with torch.compile
     max_autotune: bool = False  # let Inductor try more kernels for many more minutes of compiling
-    activation_budget: float = 1.0  # part of the activations to keep for the backward; others are computed again
+    recompute: bool = False  # save memory: what is cheap is computed again in the backward instead of being kept
     warmup_steps: int = 10  # steps on made-up data before the clock starts; they leave no trace
     collective_timeout: int = 600  # seconds until a process that does not answer ends the run
     # survival
@@ -174,7 +174,7 @@ def check_settings(settings: Hyperparameters, world_size: int) -> None:
         ("vocab_size", 1, 65536),  # shards hold 16-bit tokens
         ("document_token", 0, s.vocab_size - 1),
         ("logit_softcap", 1e-3, 1e6),
-        ("cooldown_frac activation_budget", 0, 1),
+        ("cooldown_frac", 0, 1),
         ("adam_beta1 adam_beta2 momentum_start momentum_end", 0, 0.99999),
         ("window_start", BLOCK, s.window_end),
     ):
@@ -820,7 +820,7 @@ def memory_advice(settings: Hyperparameters, world: World) -> str:
         weights = sum(param.numel() for param in build_model(s).parameters())
 
     def needed(length: int) -> float:
-        kept = 19 if s.activation_budget == 1 else 15  # vectors a layer
+        kept = 15 if s.recompute else 19  # vectors a layer
         token = 2 * (kept * s.num_layers * s.model_dim + s.vocab_size)
         return (16 * weights + length * token) / 2**30
 
@@ -962,7 +962,7 @@ class Trainer:
     def __init__(self, settings: Hyperparameters, world: World):
         s = self.settings = settings
         self.world, self.signals = world, StopSignals()
-        functorch_config.activation_memory_budget = s.activation_budget
+        functorch_config.ban_recompute_materialized_backward = not s.recompute
         self.model = build_model(s, flex=s.compile and world.on_gpu).to(world.device)
         mode = "max-autotune-no-cudagraphs" if s.max_autotune else None
         self.forward = self.compiled = torch.compile(self.model, dynamic=False, mode=mode) if s.compile else self.model
@@ -1071,7 +1071,7 @@ class Trainer:
 
 # What a resumed run may change; every other setting must be as it was.
 FREE_SETTINGS = {"train_files", "val_files", "val_loss_every", "val_tokens", "target_loss", "compile", "warmup_steps",
-                 "max_autotune", "activation_budget", "collective_timeout", "log_dir", "checkpoint_dir",
+                 "max_autotune", "recompute", "collective_timeout", "log_dir", "checkpoint_dir",
                  "save_every", "resume", "resume_anyway"}
 
 def by_age(path: Path) -> tuple[int, str]:
