@@ -1071,8 +1071,8 @@ class Trainer:
 
 # What a resumed run may change; every other setting must be as it was.
 FREE_SETTINGS = {"train_files", "val_files", "val_loss_every", "val_tokens", "target_loss", "compile", "warmup_steps",
-                 "max_autotune", "recompute", "collective_timeout", "log_dir", "checkpoint_dir",
-                 "save_every", "resume", "resume_anyway"}
+                 "max_autotune", "recompute", "collective_timeout", "log_dir", "checkpoint_dir", "save_every",
+                 "resume", "resume_anyway"}
 
 def by_age(path: Path) -> tuple[int, str]:
     return path.stat().st_mtime_ns, path.name
