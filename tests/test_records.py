@@ -206,6 +206,15 @@ def test_checkpoints_of_the_last_record_differ_in_the_name_of_a_setting():
 
 
 @of(SCRIPTS)
+def test_the_records_with_six_tables_compute_again_to_save_memory_and_the_others_may(script):
+    assert script.Hyperparameters().recompute == (script in (UNET, BLOCK_WINDOW))
+    with script.functorch_config.patch():
+        for recompute in (True, False):
+            script.Trainer(tiny(script, recompute=recompute), alone(script))
+            assert script.functorch_config.ban_recompute_materialized_backward is not recompute
+
+
+@of(SCRIPTS)
 def test_a_step_takes_the_next_sequences_of_the_stream_whatever_the_number_of_processes(script, tmp_path):
     tokens = [made_up_tokens(3000, seed) for seed in (1, 2)]
     paths = [str(write_shard(tmp_path / f"{i}.bin", shard)) for i, shard in enumerate(tokens)]
