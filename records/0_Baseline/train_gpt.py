@@ -95,16 +95,18 @@ LAPTOP = dict(
     num_heads=2,
     model_dim=128,
     sequence_length=1024,
+    context_length=256,
     batch_sequences=2,
-    piece_length=1024,
-    num_iterations=1500,
-    lr=0.004,
+    piece_length=256,
+    num_iterations=7000,
+    warmup_frac=0.05,
+    lr=0.006,
     val_tokens=262144,
     val_loss_every=0,
     target_loss=1.04,
     compile=False,
     warmup_steps=1,
-    save_every=1500,
+    save_every=7000,
 )
 
 class UserError(Exception):
