@@ -110,7 +110,7 @@ LAPTOP = dict(
     piece_length=256,
     window_start=256,
     window_end=256,
-    num_iterations=1100,
+    num_iterations=1000,
     cooldown_frac=0.5,
     embedding_lr=0.2,
     adam_beta1=0.9,
@@ -122,7 +122,7 @@ LAPTOP = dict(
     target_loss=1.04,
     compile=False,
     warmup_steps=1,
-    save_every=1100,
+    save_every=1000,
 )
 
 class UserError(Exception):
