@@ -111,7 +111,7 @@ def test_the_defaults_are_the_full_size_run_and_laptop_is_what_a_cpu_changes(scr
     assert all(type(value) is types[name] for name, value in script.LAPTOP.items())
     full, laptop = (script.parse_settings([], on_cpu=on_cpu) for on_cpu in (False, True))
     assert full == script.Hyperparameters() and laptop == replace(full, **script.LAPTOP)
-    for processes in (1, 2, 4, 8):
+    for processes in (1, 2, 3, 8):
         script.check_settings(full, processes)
     for processes in (1, 2):
         script.check_settings(laptop, processes)
@@ -737,8 +737,7 @@ def work_of_a_process(rank: int, folder: str) -> None:
                 found["events"] = order_of_events(script, world)
             if size == 2:
                 found["even"] = gradients_of_a_batch(script, world, sequences=4)
-            if script in SCRIPTS[2:] and size == 2:
-                found["uneven"] = gradients_of_a_batch(script, world, sequences=3)
+            found["uneven"] = gradients_of_a_batch(script, world, sequences=2 * size - 1)
         torch.save(results, f"{folder}/{size}_{rank}.pt")
         dist.destroy_process_group()
 
@@ -804,17 +803,19 @@ def test_two_processes_give_the_gradients_of_one(script, processes):
         assert_same_gradients(process[script.__name__]["even"], expected)
 
 
-@of(SCRIPTS[2:])
-def test_a_process_may_have_fewer_sequences_than_another(script, processes):
-    expected = gradients_of_a_batch(script, alone(script), sequences=3)
-    for process in processes[2]:
+@pytest.mark.parametrize("size", [2, 3])
+@of(SCRIPTS)
+def test_a_process_may_have_fewer_sequences_than_another(script, size, processes):
+    expected = gradients_of_a_batch(script, alone(script), sequences=2 * size - 1)
+    for process in processes[size]:
         assert_same_gradients(process[script.__name__]["uneven"], expected)
 
 
 @of([BASELINE, WINDOW_WARMUP])
-def test_where_every_sequence_is_summed_a_process_may_not_have_fewer_than_another(script):
-    with pytest.raises(script.UserError, match="batch_sequences"):
-        script.check_settings(tiny(script, batch_sequences=3), world_size=2)
+def test_where_every_sequence_is_summed_all_processes_take_as_many(script, processes):
+    for process in processes[3]:
+        found = process[script.__name__]["uneven"]
+        assert (found["forwards"], found["sums"]) == (2, 2)
 
 
 @of(SCRIPTS)
