@@ -98,7 +98,7 @@ LAPTOP = dict(
     context_length=256,
     batch_sequences=2,
     piece_length=256,
-    num_iterations=6500,
+    num_iterations=6700,
     warmup_frac=0.05,
     lr=0.006,
     val_tokens=262144,
@@ -106,7 +106,7 @@ LAPTOP = dict(
     target_loss=1.04,
     compile=False,
     warmup_steps=1,
-    save_every=6500,
+    save_every=6700,
 )
 
 class UserError(Exception):
