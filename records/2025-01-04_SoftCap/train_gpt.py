@@ -111,7 +111,7 @@ LAPTOP = dict(
     piece_length=256,
     window_start=256,
     window_end=256,
-    num_iterations=1200,
+    num_iterations=1100,
     cooldown_frac=0.5,
     embedding_lr=0.2,
     adam_beta1=0.9,
@@ -124,7 +124,7 @@ LAPTOP = dict(
     bfloat16_embeddings=False,
     compile=False,
     warmup_steps=1,
-    save_every=1200,
+    save_every=1100,
 )
 
 class UserError(Exception):
