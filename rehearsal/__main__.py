@@ -10,6 +10,7 @@ Losses and times of a rehearsal mean nothing. Peak memory and kernel resources d
 """
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -68,14 +69,23 @@ def rehearse(ours: argparse.Namespace, given: dict[str, str]) -> dict:
         return done
 
     def find_what_fits(found: dict) -> None:
+        def run_alone(name: str, on: launch.Card, chosen: dict) -> launch.Run:
+            """One rank with one rank's share of the batch, which it may take one by one or in a row."""
+            changes = {setting: str(value) for setting, value in chosen.items() if value}
+            if "batch_sequences" in changes:
+                changes["batch_sequences"] = str(math.ceil(int(changes["batch_sequences"]) / ours.processes))
+            return run(1, name, on, changes)
+
         plenty = launch.Card(card.count, launch.PLENTY_GIB, card.capability)
-        report.explain_out_of_memory(found, report.collect(run(1, "measuring", plenty), script, settings, cache))
-        for shorter in report.shorter_sequences(found)[:TRIALS]:
-            changes = {name: str(value) for name, value in shorter.items()}
-            trial = run(1, f"trying_{shorter['sequence_length']}", card, changes)
+        measured = run_alone("measuring", plenty, found["resolved"])
+        report.explain_out_of_memory(found, report.collect(measured, script, settings, cache))
+        same_batch, smaller_batch = (report.shorter_sequences(found, times)[:TRIALS] for times in (2, 1))
+        for shorter in same_batch + smaller_batch:
+            trial = run_alone("trying_{sequence_length}x{batch_sequences}".format(**shorter), card, shorter)
             if trial.exit_code == 0:
                 peak = report.read_memory(trial)[0]["peak_allocated_bytes"]
-                found["out_of_memory"]["fits"] = shorter | {"peak_allocated_bytes": peak}
+                found["out_of_memory"]["fits"] = shorter | {
+                    "peak_allocated_bytes": peak, "smaller_batch": shorter in smaller_batch}
                 return
 
     if ours.processes > 2 and not ours.no_fill:

@@ -108,11 +108,12 @@ def explain_out_of_memory(found: dict, unlimited: dict) -> None:
     oom["holders"] = unlimited["memory"]["holders"]
 
 
-def shorter_sequences(found: dict) -> list[dict[str, int]]:
-    """Settings worth a try, longest first: half the sequence and twice as many, until the need is well below the card.
+def shorter_sequences(found: dict, times: int) -> list[dict[str, int]]:
+    """Settings worth a try, longest first: half the sequence and twice (`times`) as many, and again.
 
     Only the lasting part of the need does not shrink with the sequence. That is an estimate, and fragmentation can
-    prove it wrong, so each of these has to be tried.
+    prove it wrong, so each of these has to be tried. It is wrong for a script that takes all its sequences in one
+    forward: that needs half the sequence and not more of them.
     """
     oom = found["out_of_memory"]
     length, batch = (int(found["resolved"][name] or 0) for name in ("sequence_length", "batch_sequences"))
@@ -121,7 +122,7 @@ def shorter_sequences(found: dict) -> list[dict[str, int]]:
     lasting = sum(holder["bytes"] for holder in oom["holders"] if holder["holder"] in LASTING)
     candidates, shrinking = [], oom["needed_bytes"] - lasting
     while length % (2 * BLOCK) == 0:
-        length, batch, shrinking = length // 2, batch * 2, shrinking / 2
+        length, batch, shrinking = length // 2, batch * times, shrinking / 2
         if lasting + shrinking < oom["total_bytes"]:
             candidates.append({"sequence_length": length, "batch_sequences": batch})
     return candidates
@@ -168,7 +169,8 @@ def out_of_memory_line(oom: dict) -> str:
         line += f"; the run needs {gib(oom['needed_bytes'])}"
     if fits := oom.get("fits"):
         line += (f"; --sequence_length {fits['sequence_length']} --batch_sequences {fits['batch_sequences']} "
-                 f"fits, with a peak of {gib(fits['peak_allocated_bytes'])}")
+                 f"fits{', with a smaller batch and' if fits['smaller_batch'] else ', with'} a peak of "
+                 f"{gib(fits['peak_allocated_bytes'])}")
     return line
 
 

@@ -180,13 +180,14 @@ def test_flags_are_paired_up_and_odd_ones_refused():
 
 
 def test_shorter_sequences_keep_the_tokens_of_a_step_and_leave_out_the_hopeless():
-    def candidates(needed: int, lasting: int) -> list[tuple]:
+    def candidates(needed: int, lasting: int, times: int = 2) -> list[tuple]:
         oom = {"needed_bytes": needed, "total_bytes": 24, "holders": [{"holder": "parameters", "bytes": lasting}]}
         found = {"out_of_memory": oom, "resolved": {"sequence_length": "1024", "batch_sequences": 8}}
-        return [tuple(candidate.values()) for candidate in report.shorter_sequences(found)]
+        return [tuple(candidate.values()) for candidate in report.shorter_sequences(found, times)]
     assert candidates(needed=31, lasting=3) == [(512, 16), (256, 32), (128, 64)]
     assert candidates(needed=70, lasting=3) == [(256, 32), (128, 64)]      # half would need 36 of 24
     assert candidates(needed=40, lasting=30) == []
+    assert candidates(needed=31, lasting=3, times=1) == [(512, 8), (256, 8), (128, 8)]  # where more would not help
 
 
 def test_made_up_shards_have_finewebs_format(tmp_path):
@@ -338,7 +339,7 @@ def test_a_sequence_too_long_for_memory_is_explained_with_settings_that_fit(rehe
     assert found["out_of_memory"]["needed_bytes"] > 3 * 2**30
     fits = found["out_of_memory"]["fits"]                              # a run with them has ended well
     assert fits["sequence_length"] * fits["batch_sequences"] == 32768 * 8
-    assert fits["peak_allocated_bytes"] < 3 * 2**30
+    assert fits["peak_allocated_bytes"] < 3 * 2**30 and not fits["smaller_batch"]
     assert f"--sequence_length {fits['sequence_length']}" in text
 
 
