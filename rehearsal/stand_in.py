@@ -29,6 +29,7 @@ class Hyperparameters:
     model_dim: int = 128
     sequence_length: int = 2048
     batch_sequences: int = 8
+    in_a_row: int = 0   # 1: a rank takes all its sequences in one forward
     num_iterations: int = 3
     val_tokens: int = 16384
     val_loss_every: int = 2
@@ -144,12 +145,15 @@ def main():
     ddp = DistributedDataParallel(torch.compile(model), device_ids=[torch.cuda.current_device()])
     adam = torch.optim.Adam([model.embed.weight, model.head.weight], fused=True)
     gathered = GatheredSGD(list(model.blocks.parameters()), lr=0.01)
-    mask = causal_blocks(settings.sequence_length, visible)
-    train = batches(settings.train_files, settings.sequence_length)
+    forwards, length = len(range(rank, settings.batch_sequences, size)), settings.sequence_length
+    if settings.in_a_row:
+        forwards, length = 1, forwards * length
+    train_mask, val_mask = causal_blocks(length, visible), causal_blocks(settings.sequence_length, visible)
+    train = batches(settings.train_files, length)
 
     def train_step():
-        for _ in range(rank, settings.batch_sequences, size):
-            ddp(*next(train), mask).backward()
+        for _ in range(forwards):
+            ddp(*next(train), train_mask).backward()
         adam.step()
         gathered.step()
         model.zero_grad(set_to_none=True)
@@ -159,7 +163,7 @@ def main():
             for i, (inputs, targets) in enumerate(batches(settings.val_files, settings.sequence_length)):
                 if i * settings.sequence_length >= settings.val_tokens:
                     break
-                loss = ddp(inputs, targets, mask)
+                loss = ddp(inputs, targets, val_mask)
         dist.all_reduce(loss)
         return loss.item()
 

@@ -344,6 +344,18 @@ def test_a_sequence_too_long_for_memory_is_explained_with_settings_that_fit(rehe
 
 
 @pytest.mark.rehearsal
+def test_a_batch_in_a_row_too_long_for_memory_is_told_of_a_smaller_one(rehearse):
+    exit_code, found, text = rehearse("--processes", "2", "--no_fill", "--gpu_memory", "3", "--in_a_row", "1",
+                                      "--sequence_length", "256", "--batch_sequences", "256")
+    assert exit_code == 1 and kinds(found) == {"out_of_memory"}
+    of_one_rank = 128 * 256 * 50304 * 2 * 3     # logits of its sequences: bfloat16, float32
+    assert of_one_rank < found["out_of_memory"]["needed_bytes"] < 2 * of_one_rank
+    fits = found["out_of_memory"]["fits"]
+    assert (fits["sequence_length"], fits["batch_sequences"], fits["smaller_batch"]) == (128, 256, True)
+    assert "--sequence_length 128 --batch_sequences 256 fits, with a smaller batch and a peak of" in text
+
+
+@pytest.mark.rehearsal
 def test_computing_again_takes_less_memory_and_no_more_matrix_products(rehearse):
     small = ("--processes", "1", "--num_layers", "2", "--sequence_length", "16384", "--val_tokens", "16384")
     peaks, flops = [], []
