@@ -348,8 +348,8 @@ def test_a_batch_in_a_row_too_long_for_memory_is_told_of_a_smaller_one(rehearse)
     exit_code, found, text = rehearse("--processes", "2", "--no_fill", "--gpu_memory", "3", "--in_a_row", "1",
                                       "--sequence_length", "256", "--batch_sequences", "256")
     assert exit_code == 1 and kinds(found) == {"out_of_memory"}
-    of_one_rank = 128 * 256 * 50304 * 2 * 3     # logits of its sequences: bfloat16, float32
-    assert of_one_rank < found["out_of_memory"]["needed_bytes"] < 2 * of_one_rank
+    logits = 128 * 256 * 50304 * 2      # of one rank's sequences, in bfloat16: most of what it needs
+    assert logits < found["out_of_memory"]["needed_bytes"] < 1.5 * logits
     fits = found["out_of_memory"]["fits"]
     assert (fits["sequence_length"], fits["batch_sequences"], fits["smaller_batch"]) == (128, 256, True)
     assert "--sequence_length 128 --batch_sequences 256 fits, with a smaller batch and a peak of" in text
