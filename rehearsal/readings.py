@@ -8,19 +8,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 OPTIMIZER_MARK = "[rehearsal] Optimizer "
+WAIT_MARK = "[rehearsal] Waited for the GPU"
 WARNED_FROM = "[rehearsal] warned from "
 STEP_LINE = re.compile(r"^step:(\d+)/(\d+) .*train_time:")
 VALIDATION_LINE = re.compile(r"^step:\d+/\d+ val_loss:")
 DYNAMO_LINE = re.compile(r"\[(\d+/\d+)(?:_\d+)?\] \[__(graph_breaks|recompiles)\] ?(.*)$")
-GRAPH_BREAK = re.compile(r"^Graph break (?:in|from) .*? at (\S+:\d+)")
-RECOMPILE = re.compile(r"^Recompiling function (\S+) in (\S+:\d+)")
-PYTHON_WARNING = re.compile(r"^(?:\[rank\d+\]:\s?)?(\S+:\d+): (\w*Warning): (.*)$")
+GRAPH_BREAK = re.compile(r"^Graph break (?:in|from) .*? at (.+:\d+)")
+FALLEN_BACK = re.compile(r"^torch\.compile will skip tracing the frame (\S+) \((.+) line (\d+)\)")
+RECOMPILE = re.compile(r"^Recompiling function (\S+) in (.+:\d+)")
+RECOMPILE_LIMIT = re.compile(r"\[(\d+/\d+)(?:_\d+)?\] torch\._dynamo hit config\.(\w+ \(\d+\))")
+LIMITED_FUNCTION = re.compile(r"   function: '(.*)' \((.+:\d+)\)$")
+PYTHON_WARNING = re.compile(r"^(?:\[rank\d+\]:\s?)?(\S.*?:\d+): (\w*Warning): (.*)$")
 NATIVE_WARNING = re.compile(r"^(?:\[rank\d+\]:\s?)?\[W\d.*?\] (?:Warning: )?(.*)$")
 MISMATCH = re.compile(
     r"Rank (\d+) is running collective: CollectiveFingerPrint\((.*?)TensorDtypes=(\w+).*?"
     r"but Rank (\d+) is running collective: CollectiveFingerPrint\((.*?)TensorDtypes=(\w+)")
-TRACEBACK_END = re.compile(r"^(?:\[rank\d+\]:\s?)?((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b.*)$")
-USER_ERROR = re.compile(r"^train_gpt: (.*)$")
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+TRACEBACK = "Traceback (most recent call last):"
+CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+ERROR = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b")      # without a traceback: a syntax error
+USER_ERROR = re.compile(r"^train_gpt: (?!rank \d+ failed:$)(.*)$")             # that line has a traceback below it
 
 
 # ---- The log of a rank
@@ -59,6 +66,40 @@ def marks_of_warmup(lines: list[str]) -> tuple[int | None, int]:
             steps_done = int(found[1])
             return max(0, marks - steps_done * len(optimizers)), number
     return None, len(lines)
+
+
+def end_of_warmup(lines: list[str], warmup_steps: int) -> int:
+    """The line with which the warm-up ends, from the rank's own marks.
+
+    After its last optimizer step it may still run a forward without gradients. Then the script waits for the GPU, as
+    it starts the clock; without such a wait, the last optimizer step itself is the end.
+    """
+    marks = [number for number, line in enumerate(lines) if line.startswith(OPTIMIZER_MARK)]
+    optimizers = {lines[number].split()[2] for number in marks}
+    of_warmup = warmup_steps * len(optimizers)
+    if len(marks) < of_warmup or (warmup_steps and not marks):
+        return len(lines)
+    last = marks[of_warmup - 1] if of_warmup else -1
+    next_step = marks[of_warmup] if of_warmup < len(marks) else len(lines)
+    waits = (number for number in range(last + 1, next_step) if lines[number].startswith(WAIT_MARK))
+    return next(waits, last)
+
+
+def first_error(lines: list[str]) -> str:
+    """What the script said to the user, or the last exception of the first chain of tracebacks."""
+    error, in_traceback, chained = "", False, False
+    for line in (RANK_PREFIX.sub("", line) for line in lines):
+        if line.startswith(TRACEBACK):
+            in_traceback = not error or chained
+        elif line.startswith(CHAINED):
+            chained = True
+        elif in_traceback and line[:1].strip():     # its other lines are indented
+            error, in_traceback, chained = line, False, False
+        elif not error and (found := USER_ERROR.match(line)):
+            error = found[1]
+        elif not error and ERROR.match(line):
+            error = line
+    return error
 
 
 def dynamo_note(lines: list[str], number: int, kind: str) -> str:
@@ -101,14 +142,22 @@ def mismatch_note(line: str) -> str:
     return f"rank {found[1]} runs {told(found[2], found[3])}, but rank {found[4]} runs {told(found[5], found[6])}"
 
 
-def read_log(text: str, leader: RankLog | None = None) -> RankLog:
-    """Reads one rank's log. Only rank 0 prints steps, so the others take the end of the warm-up from its reading."""
+def read_log(text: str, leader: RankLog | None = None, warmup_steps: int | None = None) -> RankLog:
+    """Reads one rank's log.
+
+    With the number of the script's warm-up steps, each rank's own marks say where they end. Without it the first line
+    of a step does; only rank 0 prints these, so the others go by its reading.
+    """
     lines = text.splitlines()
-    log = RankLog()
-    log.warmup_marks, clock_line = marks_of_warmup(lines)
-    if leader:
+    log = RankLog(error=first_error(lines))
+    known = {}
+    if warmup_steps is not None:
+        clock_line = end_of_warmup(lines, warmup_steps)
+    elif leader:
         log.warmup_marks, clock_line = leader.warmup_marks, len(lines)
-    known = {found.compile_id: found.after_warmup for found in leader.recompiles} if leader else {}
+        known = {found.compile_id: found.after_warmup for found in leader.recompiles}
+    else:
+        log.warmup_marks, clock_line = marks_of_warmup(lines)
     marks = 0
     for number, line in enumerate(lines):
         marks += line.startswith(OPTIMIZER_MARK)
@@ -117,10 +166,18 @@ def read_log(text: str, leader: RankLog | None = None) -> RankLog:
             compile_id, kind, message = dynamo.groups()
             if found := GRAPH_BREAK.match(message):
                 log.graph_breaks.append(Found(found[1], dynamo_note(lines, number, kind), compile_id, after))
+            elif found := FALLEN_BACK.match(message):
+                reason = f"{found[1]} falls back to eager"
+                log.graph_breaks.append(Found(f"{found[2]}:{found[3]}", reason, compile_id, after))
             elif found := RECOMPILE.match(message):
                 reason = dynamo_note(lines, number, kind)
                 place = f"{found[1]} ({found[2]})"
                 log.recompiles.append(Found(place, reason, compile_id, known.get(compile_id, after)))
+        elif limit := RECOMPILE_LIMIT.search(line):
+            found = LIMITED_FUNCTION.search("".join(lines[number + 1:number + 2]))
+            name, place = found.groups() if found else ("a function", "torch")
+            reason = f"{name} falls back to eager, it hit torch._dynamo.config.{limit[2]}"
+            log.graph_breaks.append(Found(place, reason, limit[1], after))
         elif found := deprecation(lines, number):
             log.deprecations.append(found)
         elif found := STEP_LINE.match(line):
@@ -128,8 +185,6 @@ def read_log(text: str, leader: RankLog | None = None) -> RankLog:
             log.validations += bool(VALIDATION_LINE.match(line))
         elif "Detected mismatch between collectives" in line:
             log.mismatch = mismatch_note(line)
-        elif found := USER_ERROR.match(line) or TRACEBACK_END.match(line):
-            log.error = log.error or found[1]
     return log
 
 

@@ -15,11 +15,11 @@ BLOCK = 128         # FlexAttention's block: sequence lengths are multiples of i
 # ---- Collecting
 
 def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path) -> dict:
-    logs = read_logs(run)
+    resolved = {**readings.settings_of(script.read_text()), **settings}
+    logs = read_logs(run, warmup_steps(resolved, run.processes))
     traffic = {rank: readings.read_traffic(text) for rank, text in texts(run, "collectives").items()}
     memory = read_memory(run)
     kernels = readings.read_kernels(cache, launch.cuobjdump())
-    resolved = {**readings.settings_of(script.read_text()), **settings}
     leader = logs.get(0, readings.RankLog())
     return {
         "script": str(script),
@@ -55,10 +55,16 @@ def texts(run: launch.Run, suffix: str) -> dict[int, str]:
     return {rank: files[rank].read_text(errors="replace") for rank in sorted(files)}
 
 
-def read_logs(run: launch.Run) -> dict[int, readings.RankLog]:
+def warmup_steps(resolved: dict, processes: int) -> int | None:
+    """As the script counts them: never none among several processes. None if it has no such setting."""
+    steps = resolved.get("warmup_steps")
+    return None if steps is None else max(int(steps), int(processes > 1))
+
+
+def read_logs(run: launch.Run, warmup_steps: int | None) -> dict[int, readings.RankLog]:
     logs: dict[int, readings.RankLog] = {}
     for rank, text in texts(run, "log").items():
-        logs[rank] = readings.read_log(text, leader=logs.get(0))
+        logs[rank] = readings.read_log(text, logs.get(0), warmup_steps)
     return logs
 
 

@@ -64,6 +64,55 @@ def test_ranks_that_print_no_steps_are_judged_like_rank_0():
     assert [(m.reason, m.ranks) for m in merged] == [("0/0: a", [0, 1]), ("0/0: b", [0, 1])]
 
 
+WAIT = "[rehearsal] Waited for the GPU\n"
+
+
+def late(text: str, warmup_steps: int = 1, leader: readings.RankLog | None = None) -> list[bool]:
+    return [found.after_warmup for found in readings.read_log(text, leader, warmup_steps).recompiles]
+
+
+def test_each_rank_ends_its_warm_up_by_its_own_marks():
+    warmup = OPTIMIZERS + recompile("0/1", "grad_mode") + WAIT      # the forward without gradients is part of it
+    validation = "step:0/2 val_loss:11 train_time:0ms step_avg:nanms\n"
+    first = readings.read_log(warmup + WAIT + validation + OPTIMIZERS, None, 1)
+    assert late(warmup + recompile("0/2", "only here") + OPTIMIZERS, leader=first) == [False, True]
+    assert late(OPTIMIZERS + WAIT + recompile("0/1", "late") + OPTIMIZERS, leader=first) == [True]
+    assert late(warmup + recompile("0/2", "late") + OPTIMIZERS + "step:1/2 train_time:1ms\n") == [False, True]
+
+
+def test_the_end_of_the_warm_up_is_known_for_any_number_of_its_steps():
+    assert late(OPTIMIZERS + recompile("0/1", "a") + OPTIMIZERS + WAIT + recompile("0/2", "b"), 2) == [False, True]
+    assert late(OPTIMIZERS + recompile("0/1", "a") + OPTIMIZERS, 1) == [True]       # it never waits for the GPU
+    assert late(OPTIMIZERS + recompile("0/1", "a"), 2) == [False]                   # it ended in its warm-up
+    assert late(WAIT + recompile("0/1", "a") + OPTIMIZERS, 0) == [True]
+    assert late(recompile("0/1", "a"), 1) == [False]
+    assert [report.warmup_steps(settings, processes) for settings, processes in (
+        ({"warmup_steps": "2"}, 8), ({"warmup_steps": 0}, 8), ({"warmup_steps": 0}, 1), ({}, 8))] == [2, 1, 0, None]
+
+
+def test_a_space_in_the_scripts_path_hides_nothing():
+    log = readings.read_log(
+        dynamo_lines("graph_breaks", "0/0", "Graph break in user code at /my runs/train.py:54")
+        + dynamo_lines("recompiles", "0/1", "Recompiling function forward in /my runs/train.py:69")
+        + "/my runs/train.py:3: FutureWarning: `old` is deprecated.\n")
+    places = [found[0].place for found in (log.graph_breaks, log.recompiles, log.deprecations)]
+    assert places == ["/my runs/train.py:54", "forward (/my runs/train.py:69)", "/my runs/train.py:3"]
+
+
+def test_a_frame_that_falls_back_to_eager_is_a_graph_break():
+    warning = "W1116 23:47:50.745000 6245 torch/_dynamo/convert_frame.py:1994] [1/2] "
+    log = readings.read_log(dynamo_lines(
+        "graph_breaks", "0/0",
+        "Graph break: torch.compile cannot properly resume from this graph break, which results in a skip.",
+        "torch.compile will skip tracing the frame forward (/my runs/train.py line 20) and fall back to eager.",
+        "The graph break occurred in the following user code:", '  File "/my runs/train.py", line 21, in forward')
+        + warning + "torch._dynamo hit config.recompile_limit (8)\n"
+        + warning + "   function: 'norm' (/my runs/train.py:17)\n" + warning + "   last reason: 1/1: s == 'b'\n")
+    assert [(b.place, b.reason) for b in log.graph_breaks] == [
+        ("/my runs/train.py:20", "forward falls back to eager"),
+        ("/my runs/train.py:17", "norm falls back to eager, it hit torch._dynamo.config.recompile_limit (8)")]
+
+
 def test_a_graph_break_is_reported_with_its_place_and_explanation():
     log = readings.read_log(dynamo_lines(
         "graph_breaks", "0/0", "Graph break in user code at train.py:54", "Graph Break Reason: Call to `f()`",
@@ -96,6 +145,23 @@ def test_the_first_error_of_a_rank_is_kept():
     log = readings.read_log("[rank0]: Traceback (most recent call last):\n[rank0]: ValueError: bad shape\nx: y\n"
                             "torch.distributed.DistBackendError: later\n")
     assert log.error == "ValueError: bad shape"
+
+
+@pytest.mark.parametrize("raised", [
+    "torch._dynamo.exc.Unsupported: Call to `f()`\n  Explanation: none\n\nfrom user code:\n   File x",
+    "triton.runtime.errors.OutOfResources: out of resource: shared memory",
+    "AssertionError",
+    "KeyError: 'x'\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    'Traceback (most recent call last):\n  File "train_gpt.py", line 1, in f\nValueError: no x',
+])
+def test_a_crash_is_told_by_the_last_line_of_its_traceback(raised):
+    log = readings.read_log("train_gpt: rank 0 failed:\nTraceback (most recent call last):\n"
+                            f'  File "train_gpt.py", line 9, in main\n    train()\n    ^^^^^^^\n{raised}\n\n')
+    assert log.error == ("ValueError: no x" if "ValueError" in raised else raised.splitlines()[0])
+
+
+def test_what_the_script_tells_the_user_is_its_error():
+    assert readings.read_log("train_gpt: --seed x: not a number\n").error == "--seed x: not a number"
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """What a rehearsal notes down inside each rank, while the training script stays as it is.
 
 In the rehearsal's folder, for each rank R:
-    rankR.log           what the script said, standard output and standard error in one order, optimizer marks between
+    rankR.log           what the script said, standard output and standard error in one order, with marks between: the
+                        ends of optimizer steps, and waits for the GPU
     rankR.collectives   one line a collective (written by the null GPU), optimizer marks between
     rankR.json          memory at the end: peak, what held it (rank 0), out-of-memory if it came to that
 """
@@ -86,6 +87,7 @@ class Watcher:
         self.collectives = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         register_optimizer_step_pre_hook(self.before_optimizer)
         register_optimizer_step_post_hook(self.after_optimizer)
+        self.mark_waits()
         torch.cuda._lazy_call(self.watch_memory)
         self.summarise_at_the_end()
 
@@ -116,6 +118,19 @@ class Watcher:
         os.write(1, b"[rehearsal] " + mark)
         if self.rank == 0 and len(self.owners) < LABELLED_STEPS:
             self.note_owners()
+
+    def mark_waits(self) -> None:
+        """The script waits for the GPU before it starts its clock: each rank's own end of the warm-up."""
+        wait = self.torch.cuda.synchronize
+        script = os.path.abspath(os.environ["REHEARSAL_SCRIPT"])
+
+        def wait_and_mark(*args, **kwargs) -> None:
+            wait(*args, **kwargs)
+            if os.path.abspath(sys._getframe(1).f_code.co_filename) == script:     # not torch's own, when it tunes
+                sys.stdout.flush()
+                os.write(1, b"[rehearsal] Waited for the GPU\n")
+
+        self.torch.cuda.synchronize = wait_and_mark
 
     # ---- Memory
 
