@@ -2,6 +2,7 @@
 import ast
 import json
 import re
+import signal
 import subprocess
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -27,6 +28,8 @@ RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 TRACEBACK = "Traceback (most recent call last):"
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 ERROR = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b")      # without a traceback: a syntax error
+CONSEQUENCE = re.compile(r"Dist\w*Error|NCCL|[Gg]loo|[Cc]onnection (?:was )?(?:closed|reset)|pair closure|SIGTERM")
+TORCHRUN_FAILURE = re.compile(r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+) ", re.MULTILINE)
 USER_ERROR = re.compile(r"^train_gpt: (?!rank \d+ failed:$)(.*)$")             # that line has a traceback below it
 
 
@@ -100,6 +103,21 @@ def first_error(lines: list[str]) -> str:
         elif not error and ERROR.match(line):
             error = line
     return error
+
+
+def read_failures(torchrun_log: str) -> dict[int, int]:
+    """Exit codes of the ranks that failed, the one first that torchrun saw first."""
+    others, _, root_cause = torchrun_log.partition("Root Cause")
+    return {int(rank): int(code) for rank, code in TORCHRUN_FAILURE.findall(root_cause + "\n" + others)}
+
+
+def first_fault(errors: dict[int, str], failures: dict[int, int]) -> str:
+    """The error that led to the others: a rank's own fault rather than a lost connection, the earliest of these."""
+    told = {rank: f"killed by {signal.Signals(-code).name}" for rank, code in failures.items()
+            if code < 0 and code != -signal.SIGTERM} | errors       # torchrun itself ends the others by SIGTERM
+    root_cause = next(iter(failures), None)
+    ranks = sorted(told, key=lambda rank: (bool(CONSEQUENCE.search(told[rank])), rank != root_cause, rank))
+    return f"rank {ranks[0]}: {told[ranks[0]]}" if ranks else ""
 
 
 def dynamo_note(lines: list[str], number: int, kind: str) -> str:
@@ -207,6 +225,7 @@ class Step:
     collectives: list[tuple[str, int, str, int]] = field(default_factory=list)   # kind, elements, dtype, bytes
     model_flops: int = 0
     optimizer_flops: int = 0
+    timed: bool = False      # the script has waited for the GPU before it, to start its clock
 
     @property
     def bytes(self) -> int:
@@ -215,42 +234,49 @@ class Step:
 
 @dataclass
 class Traffic:
-    steps: list[Step]        # the first one holds the start-up too
-    after: list[tuple]       # after the last optimizer step
+    steps: list[Step] = field(default_factory=list)      # the first one holds the start-up too
+    all: list[tuple] = field(default_factory=list)       # every collective, also those between the steps
 
 
 def read_traffic(text: str) -> Traffic:
-    """Cuts the trace into steps. A step ends with the last optimizer mark before an optimizer's turn comes again."""
-    groups, collectives = [], []      # (collectives before the mark, optimizer, flops before, flops after)
+    """Cuts the trace into steps. A step ends with the last optimizer mark before an optimizer's turn comes again.
+
+    It begins there too, or where the script last waited for the GPU: a validation stops the clock, and is left out.
+    """
+    traffic, steps = Traffic(), []
+    collectives, flops, seen, waited = [], 0, set(), False       # since the last mark
     for line in text.splitlines():
         words = line.split()
-        if words[:1] == ["Optimizer"] and len(words) == 4:
-            groups.append((collectives, *map(int, words[1:])))
-            collectives = []
+        if words[:1] == ["Wait"] and len(words) == 2:
+            collectives, flops, waited = [], int(words[1]), True
+        elif words[:1] == ["Optimizer"] and len(words) == 4:
+            optimizer, flops_before, flops_after = map(int, words[1:])
+            if not steps or optimizer in seen:
+                steps.append(Step(timed=waited))
+                seen = set()
+            seen.add(optimizer)
+            steps[-1].collectives += collectives
+            steps[-1].model_flops += flops_before - flops
+            steps[-1].optimizer_flops += flops_after - flops_before
+            collectives, flops = [], flops_after
         elif len(words) == 4 and words[1].isdigit() and words[3].isdigit():
             collectives.append((words[0], int(words[1]), words[2], int(words[3])))
-    steps, seen, flops_at_end = [], set(), 0
-    for before_mark, optimizer, flops_before, flops_after in groups:
-        if not steps or optimizer in seen:
-            steps.append(Step())
-            seen = set()
-        seen.add(optimizer)
-        steps[-1].collectives += before_mark
-        steps[-1].model_flops += flops_before - flops_at_end
-        steps[-1].optimizer_flops += flops_after - flops_before
-        flops_at_end = flops_after
-    return Traffic(steps, collectives)
+            traffic.all.append(collectives[-1])
+    traffic.steps = steps
+    return traffic
 
 
 def typical_step(steps: list[Step]) -> Step | None:
-    """The step that occurs most often: neither the first one (start-up) nor one with a validation before it."""
+    """The step that occurs most often, and is smallest: with the clock running if that is known, not the first one
+    (start-up), and without a validation before it if there is one without."""
     if not steps:
         return None
-    shapes = Counter(tuple(step.collectives) for step in steps[1:] or steps)
+    eligible = [step for step in steps if step.timed] or steps[1:] or steps
+    shapes = Counter(tuple(step.collectives) for step in eligible)
     most_common = max(shapes, key=lambda shape: (shapes[shape], -len(shape)))
-    alike = [step for step in steps if tuple(step.collectives) == most_common]
-    flops = Counter(step.model_flops for step in alike).most_common(1)[0][0]
-    return next(step for step in alike if step.model_flops == flops)
+    alike = [step for step in eligible if tuple(step.collectives) == most_common]
+    flops = Counter(step.model_flops for step in alike)
+    return next(step for step in alike if step.model_flops == max(flops, key=lambda count: (flops[count], -count)))
 
 
 def first_difference(of_ranks: dict[int, Traffic], all_ended: bool = True) -> str:
@@ -258,10 +284,8 @@ def first_difference(of_ranks: dict[int, Traffic], all_ended: bool = True) -> st
 
     Ranks that were stopped by another's crash have run fewer collectives; that alone is no difference.
     """
-    sequences = {rank: [c for step in traffic.steps for c in step.collectives] + traffic.after
-                 for rank, traffic in of_ranks.items()}
-    reference = sequences.get(0, [])
-    for rank, sequence in sequences.items():
+    reference = of_ranks[0].all if 0 in of_ranks else []
+    for rank, sequence in ((rank, traffic.all) for rank, traffic in of_ranks.items()):
         for number, (ours, theirs) in enumerate(zip(reference, sequence, strict=False)):
             if ours != theirs:
                 return f"collective {number}: rank 0 runs {told(ours)}, rank {rank} runs {told(theirs)}"

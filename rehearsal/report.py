@@ -21,6 +21,8 @@ def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path
     memory = read_memory(run)
     kernels = readings.read_kernels(cache, launch.cuobjdump())
     leader = logs.get(0, readings.RankLog())
+    errors = {rank: log.error for rank, log in logs.items() if log.error}
+    failures = readings.read_failures((run.folder / "torchrun.log").read_text(errors="replace"))
     return {
         "script": str(script),
         "processes": run.processes,
@@ -29,7 +31,8 @@ def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path
         "run": {
             "exit_code": run.exit_code, "last_step": leader.last_step, "steps": leader.steps,
             "validations": leader.validations, "checkpoints": run.checkpoints,
-            "errors": {r: log.error for r, log in logs.items() if log.error},
+            "errors": errors, "first_error": readings.first_fault(errors, failures),
+            "asked": {name: resolved.get(name) for name in ("num_iterations", "val_loss_every", "save_every")},
         },
         "compiled": {"kernels": len(kernels), "architectures": sorted({k.architecture for k in kernels})},
         "graph_breaks": merged(logs, "graph_breaks"),
@@ -84,6 +87,7 @@ def summarise_traffic(of_ranks: dict[int, readings.Traffic], mismatch: str, all_
         kinds[f"{kind} {dtype}"] += 1
         sizes[f"{kind} {dtype}"] += size
     return {
+        "in_all": len(of_ranks[0].all) if 0 in of_ranks else 0,
         "per_step": len(step.collectives) if step else 0,
         "bytes_per_step": step.bytes if step else 0,
         "kinds": [{"kind": kind, "count": kinds[kind], "bytes": sizes[kind]} for kind in kinds],
@@ -96,7 +100,9 @@ def summarise_flops(of_ranks: dict[int, readings.Traffic], resolved: dict) -> di
     typical = [step for traffic in of_ranks.values() if (step := readings.typical_step(traffic.steps))]
     model, optimizer = sum(step.model_flops for step in typical), sum(step.optimizer_flops for step in typical)
     flops = {"model_matmul_per_step": model, "optimizer_matmul_per_step": optimizer,
-             "model_matmul_per_token": None, "attention_per_token_at_most": None}
+             "model_matmul_per_token": None, "attention_per_token_at_most": None,
+             # nothing tells the two apart in a script that validates before each step and never waits for the GPU
+             "with_validation": str(resolved.get("val_loss_every")) == "1" and not any(step.timed for step in typical)}
     tokens = int(resolved.get("sequence_length") or 0) * int(resolved.get("batch_sequences") or 0)
     if tokens:
         flops["model_matmul_per_token"] = model / tokens
@@ -150,9 +156,12 @@ def findings(found: dict) -> list[dict]:
         add("collective_mismatch", found["collectives"]["mismatch"])
     run = found["run"]
     if run["exit_code"] != 0 and not judged:
-        first = next(iter(run["errors"].values()), "no message; see the logs")
+        first = run["first_error"] or "no message; see the logs"
         how = "did not end in time" if run["exit_code"] is None else f"ended with exit code {run['exit_code']}"
         add("failed", f"{how} at step {run['last_step']}: {first}")
+    if run["exit_code"] == 0:
+        for text in missing(run):
+            add("incomplete", text)
     for entry in found["graph_breaks"]:
         add("graph_break", f"{entry['place']}: {entry['reason']}")
     for entry in found["recompiles"]:
@@ -166,6 +175,19 @@ def findings(found: dict) -> list[dict]:
     if not found["compiled"]["kernels"] and run["exit_code"] == 0:
         add("not_compiled", "no kernel was compiled")
     return judged
+
+
+def missing(run: dict) -> list[str]:
+    """What a run was asked for and has not done, although it ended well."""
+    asked, lines = run["asked"], []
+    steps = int(asked["num_iterations"] or run["steps"])
+    if run["last_step"] != steps:
+        lines.append(f"the last step in the log is {run['last_step']} of {steps}")
+    if asked["val_loss_every"] is not None and not run["validations"]:      # 0: one at the end
+        lines.append(f"no validation in the log, with --val_loss_every {asked['val_loss_every']}")
+    if int(asked["save_every"] or 0) and not run["checkpoints"]:
+        lines.append(f"no checkpoint was saved, with --save_every {asked['save_every']}")
+    return lines
 
 
 def out_of_memory_line(oom: dict) -> str:
@@ -207,11 +229,31 @@ def memory_lines(memory: dict) -> list[str]:
     peaks = memory["per_rank"]
     if not peaks:
         return ["peak memory   unknown: no rank lived to say"]
-    highest = max(peaks, key=lambda rank: peaks[rank]["peak_allocated_bytes"])
-    lowest = min(peak["peak_allocated_bytes"] for peak in peaks.values())
-    lines = [f"peak memory   {gib(peaks[highest]['peak_allocated_bytes'])} allocated on rank {highest} "
-             f"({gib(lowest)} on the lowest), {gib(peaks[highest]['peak_reserved_bytes'])} reserved; held on rank 0 by"]
+    allocated, reserved = (over_ranks({rank: peak[f"peak_{kind}_bytes"] for rank, peak in peaks.items()})
+                           for kind in ("allocated", "reserved"))
+    lines = [f"peak memory   allocated {allocated}; reserved {reserved}; held on rank 0 by"]
     return lines + holder_lines(memory["holders"])
+
+
+def over_ranks(sizes: dict[int, int]) -> str:
+    """'30.45 GiB on ranks 0-7', or the lowest and the highest with their ranks."""
+    def told(size: int) -> str:
+        return f"{gib(size)} on {named([rank for rank in sizes if gib(sizes[rank]) == gib(size)])}"
+
+    lowest, highest = told(min(sizes.values())), told(max(sizes.values()))
+    return highest if lowest == highest else f"{lowest} to {highest}"
+
+
+def named(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] -> 'ranks 0-2, 5'"""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(
+        str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def holder_lines(holders: list[dict]) -> list[str]:
@@ -230,8 +272,12 @@ def holder_lines(holders: list[dict]) -> list[str]:
 
 
 def collective_lines(collectives: dict, processes: int) -> list[str]:
-    order = "DIFFERENT between ranks" if collectives["mismatch"] else f"same order on all {processes} ranks"
-    lines = [f"collectives   {collectives['per_step']} a step, {gib(collectives['bytes_per_step'])} a rank, {order}"]
+    order = ", DIFFERENT between ranks" if collectives["mismatch"] else ""
+    if not order and not collectives["in_all"]:
+        return ["collectives   none"]
+    if not order and processes > 1:
+        order = f", same order on all {processes} ranks"
+    lines = [f"collectives   {collectives['per_step']} a step, {gib(collectives['bytes_per_step'])} a rank{order}"]
     return lines + [f"    {kind['count']:>11}  {kind['kind']}, {gib(kind['bytes'])}" for kind in collectives["kinds"]]
 
 
@@ -242,6 +288,8 @@ def flops_lines(flops: dict) -> list[str]:
              + (f", {per_token:.3e} a token" if per_token else "")]
     if attention:
         lines.append(f"              attention adds at most {attention:.3e} a token at the widest window")
+    if flops["with_validation"]:
+        lines.append("              with a validation in each step, in the collectives too: --val_loss_every is 1")
     return [*lines, f"              {flops['optimizer_matmul_per_step']:.3e} a step in the optimizers, over all ranks"]
 
 

@@ -177,6 +177,8 @@ def main():
         window.fill_(128 * (step + 1))
         seed_fault(settings, step, model)
         train_step()
+        if settings.save_every and rank == 0 and step + 1 == settings.num_iterations:
+            torch.save(model.state_dict(), f"step_{step + 1}.pt")
         say(f"step:{step + 1}/{settings.num_iterations} train_time:1ms step_avg:1.00ms")
     say(f"peak memory: {torch.cuda.max_memory_allocated() // 2**20} MiB")
     dist.destroy_process_group()

@@ -164,6 +164,67 @@ def test_what_the_script_tells_the_user_is_its_error():
     assert readings.read_log("train_gpt: --seed x: not a number\n").error == "--seed x: not a number"
 
 
+TORCHRUN = """Failures:
+[1]:
+  time      : 2026-11-16_23:00:01
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 11)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-16_23:00:00
+  rank      : 3 (local_rank: 3)
+  exitcode  : -11 (pid: 14)
+"""
+
+
+def test_the_first_fault_is_named_and_not_what_followed_from_it():
+    lost = "RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer"
+    assert readings.read_failures(TORCHRUN) == {3: -11, 0: 1}
+    assert readings.first_fault({0: lost}, {3: -11, 0: 1}) == "rank 3: killed by SIGSEGV"
+    assert readings.first_fault({0: lost, 2: "ValueError: x"}, {0: 1, 2: 1}) == "rank 2: ValueError: x"
+    assert readings.first_fault({0: "KeyError: y", 2: "ValueError: x"}, {2: 1, 0: -15}) == "rank 2: ValueError: x"
+    assert readings.first_fault({0: lost}, {1: -15}) == f"rank 0: {lost}"
+    assert readings.first_fault({}, readings.read_failures("")) == ""
+
+
+# ----------------------------------------------------------------------------------------------------
+# Judging and saying
+# ----------------------------------------------------------------------------------------------------
+
+
+def found_nothing(**run) -> dict:
+    asked = {"num_iterations": "4", "val_loss_every": 2, "save_every": "4"}
+    return {
+        "run": {"exit_code": 0, "last_step": 4, "steps": 4, "validations": 3, "checkpoints": 1, "first_error": "",
+                "asked": asked} | run,
+        "out_of_memory": None, "collectives": {"mismatch": ""}, "compiled": {"kernels": 1},
+        "graph_breaks": [], "recompiles": [], "deprecations": [], "spilling_kernels": []}
+
+
+def test_a_run_that_ends_well_without_what_it_was_asked_for_is_a_finding():
+    assert report.findings(found_nothing()) == []
+    asked = {"num_iterations": 4, "val_loss_every": 0, "save_every": 0}
+    assert report.findings(found_nothing(validations=1, checkpoints=0, asked=asked)) == []
+    for run in ({"last_step": 3}, {"validations": 0}, {"checkpoints": 0}, {"last_step": 2, "steps": 2}):
+        assert [entry["kind"] for entry in report.findings(found_nothing(**run))] == ["incomplete"]
+    nothing_known = dict.fromkeys(asked)
+    assert report.findings(found_nothing(last_step=0, steps=0, validations=0, checkpoints=0, asked=nothing_known)) == []
+
+
+def test_the_peak_of_every_rank_goes_into_one_line():
+    assert report.over_ranks(dict.fromkeys(range(8), 3 * 2**30)) == "3.00 GiB on ranks 0-7"
+    assert report.over_ranks({0: 2**31, 1: 2**30, 2: 2**30 + 1, 4: 2**30}) == (
+        "1.00 GiB on ranks 1-2, 4 to 2.00 GiB on rank 0")
+
+
+def test_an_order_of_collectives_is_told_only_where_there_is_one():
+    some = {"in_all": 5, "per_step": 2, "bytes_per_step": 2**30, "kinds": [], "mismatch": ""}
+    assert report.collective_lines(some, 8) == ["collectives   2 a step, 1.00 GiB a rank, same order on all 8 ranks"]
+    assert report.collective_lines(some, 1) == ["collectives   2 a step, 1.00 GiB a rank"]
+    assert report.collective_lines({**some, "in_all": 0, "per_step": 0}, 8) == ["collectives   none"]
+
+
 # ----------------------------------------------------------------------------------------------------
 # Reading collectives
 # ----------------------------------------------------------------------------------------------------
@@ -178,13 +239,26 @@ def test_a_trace_is_cut_into_steps_with_their_flops():
         START + STEP.format(60, 64) + STEP.format(124, 128) + VALIDATION + STEP.format(200, 204)
         + STEP.format(264, 268) + VALIDATION)
     assert [len(step.collectives) for step in traffic.steps] == [3, 2, 3, 2]
-    assert traffic.after == [("AllReduce", 1, "float32", 4)]
+    assert len(traffic.all) == 11 and traffic.all[-1] == ("AllReduce", 1, "float32", 4)
     typical = readings.typical_step(traffic.steps)
     assert (typical.bytes, typical.model_flops, typical.optimizer_flops) == (420, 60, 4)
 
 
 def test_a_line_cut_short_by_a_kill_is_left_out():
-    assert readings.read_traffic(STEP.format(1, 2) + "AllRedu").after == []
+    assert len(readings.read_traffic(STEP.format(1, 2) + "AllRedu").all) == 2
+
+
+def test_a_validation_before_each_step_is_left_out_where_the_clock_stops_for_it():
+    traffic = readings.read_traffic(
+        START + STEP.format(60, 64) + STEP.format(160, 164) + STEP.format(260, 264)      # a forward more in each
+        + "Wait 264\n" + VALIDATION + "Wait 300\n" + STEP.format(360, 364)
+        + "Wait 364\n" + VALIDATION + "Wait 400\n" + STEP.format(460, 464))
+    typical = readings.typical_step(traffic.steps)
+    assert (typical.bytes, typical.model_flops, typical.optimizer_flops) == (420, 60, 4)
+    assert traffic.all.count(("AllReduce", 1, "float32", 4)) == 2       # but the ranks are compared in these too
+    for every, waits, told in (("1", True, False), ("1", False, True), ("2", False, False)):
+        of_ranks = {0: traffic if waits else readings.read_traffic(START + STEP.format(60, 64))}
+        assert report.summarise_flops(of_ranks, {"val_loss_every": every})["with_validation"] == told
 
 
 def test_the_first_differing_collective_is_named():

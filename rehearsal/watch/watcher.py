@@ -3,7 +3,7 @@
 In the rehearsal's folder, for each rank R:
     rankR.log           what the script said, standard output and standard error in one order, with marks between: the
                         ends of optimizer steps, and waits for the GPU
-    rankR.collectives   one line a collective (written by the null GPU), optimizer marks between
+    rankR.collectives   one line a collective (written by the null GPU), the same marks between
     rankR.json          memory at the end: peak, what held it (rank 0), out-of-memory if it came to that
 """
 import atexit
@@ -129,6 +129,7 @@ class Watcher:
             if os.path.abspath(sys._getframe(1).f_code.co_filename) == script:     # not torch's own, when it tunes
                 sys.stdout.flush()
                 os.write(1, b"[rehearsal] Waited for the GPU\n")
+                os.write(self.collectives, f"Wait {self.count_flops()}\n".encode())
 
         self.torch.cuda.synchronize = wait_and_mark
 
