@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from pathlib import Path
 
 from rehearsal import launch, report
@@ -21,8 +20,13 @@ from rehearsal.launch import CannotRehearse, say
 TRIALS = 3      # shorter sequences that are tried after a run out of memory
 
 
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise CannotRehearse(message)
+
+
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="rehearse", usage="rehearse [record or script] [options] [--setting value ...]", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--processes", type=int, default=8, help="ranks (default: 8)")
@@ -36,8 +40,15 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict[str,
     named = arguments[:1] if arguments and not arguments[0].startswith("-") else []
     ours, rest = parser.parse_known_args(arguments[len(named):])
     ours.script = named[0] if named else str(launch.HERE.parent / "train_gpt.py")
-    if ours.processes < 1:
-        raise CannotRehearse(f"--processes {ours.processes}: at least 1")
+    if not 1 <= ours.processes <= launch.MOST_CARDS:
+        raise CannotRehearse(f"--processes {ours.processes}: must be from 1 to {launch.MOST_CARDS}")
+    if ours.gpu_memory is not None and not 1 <= ours.gpu_memory <= launch.PLENTY_GIB:
+        raise CannotRehearse(f"--gpu_memory {ours.gpu_memory:g}: must be from 1 to {launch.PLENTY_GIB} GiB")
+    if ours.gpu_capability not in (None, *launch.CAPABILITIES):
+        known = ", ".join(launch.CAPABILITIES)
+        raise CannotRehearse(f"--gpu_capability {ours.gpu_capability}: must be one of {known}")
+    if not ours.timeout > 0:
+        raise CannotRehearse(f"--timeout {ours.timeout:g}: must be more than 0")
     return ours, pair_up(rest)
 
 
@@ -53,10 +64,10 @@ def pair_up(words: list[str]) -> dict[str, str]:
 
 
 def rehearse(ours: argparse.Namespace, given: dict[str, str]) -> dict:
-    launch.set_up()
     script = launch.find_script(ours.script)
-    output = ours.output or launch.home() / "runs" / time.strftime("%Y%m%d-%H%M%S")
-    output = output.resolve()
+    launch.check_settings(script, given)
+    launch.set_up()
+    output = (ours.output or launch.new_folder()).resolve()
     cache = (ours.cache or output / "cache").resolve()
     settings = launch.choose_settings(script, given, output / "data")
     card = launch.Card(max(8, ours.processes), ours.gpu_memory, ours.gpu_capability)

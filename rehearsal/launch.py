@@ -1,5 +1,8 @@
 """Running a training script on null GPUs: what torchrun starts, in which environment, with which settings."""
+import contextlib
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,11 +21,20 @@ SMALL_RUN = {                     # a few steps that touch everything: window ch
     "save_every": "4",
 }
 VALIDATION_SEQUENCES = 8
+CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")      # that card.c has a card for
+MOST_CARDS = 64
+# What the user has set for other runs, and would change or hide what a rehearsal sees.
+NOT_INHERITED = re.compile("PYTHONWARNINGS|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES|TORCH_COMPILE_DISABLE|"
+                           r"TORCHDYNAMO_DISABLE|PYTORCH_(\w+_)?ALLOC_CONF")
 SPARE_STEPS = 4                   # shard tokens beyond the steps: warm-up, and loaders that read ahead
 
 
 class CannotRehearse(Exception):
     """Bad usage or a machine on which it cannot be done: one line, exit code 2."""
+
+
+class DidNotCompile(CannotRehearse):
+    """The null GPU itself is at fault, not the machine."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +67,21 @@ def venv() -> Path:
 
 
 def set_up() -> None:
-    result = subprocess.run([HERE / "setup.sh"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    # What it says while it works goes to the user at once: standard error, as the report has standard output.
+    result = subprocess.run([HERE / "setup.sh"], stdout=2, stderr=subprocess.PIPE, text=True)
     if result.returncode:
-        raise CannotRehearse(result.stderr.strip().splitlines()[-1].removeprefix("rehearsal: "))
+        reason = (result.stderr.strip().splitlines() or ["setup.sh failed"])[-1].removeprefix("rehearsal: ")
+        raise (DidNotCompile if result.returncode == 3 else CannotRehearse)(reason)
+
+
+def new_folder() -> Path:
+    """A folder that no other rehearsal has, also of those that begin in the same second."""
+    began = time.strftime("%Y%m%d-%H%M%S")
+    names = itertools.chain([began], (f"{began}-{number}" for number in itertools.count(2)))
+    for folder in (home() / "runs" / name for name in names):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
 
 
 def cuobjdump() -> Path:
@@ -72,6 +96,20 @@ def find_script(name: str) -> Path:
         if candidate.is_file():
             return candidate.resolve()
     raise CannotRehearse(f"{name} is neither a script nor a record")
+
+
+def check_settings(script: Path, given: dict[str, str]) -> None:
+    """Refuses what would be no number to the script either, before anything is installed or run."""
+    try:
+        known = readings.settings_of(script.read_text())
+    except (SyntaxError, ValueError) as error:
+        raise CannotRehearse(f"{script} is not a Python script: {error}") from None
+    for name, value in given.items():
+        if type(known.get(name)) is int and not re.fullmatch(r"[+-]?\d+", value):
+            raise CannotRehearse(f"--{name} {value}: must be a whole number")
+    for name in ("sequence_length", "batch_sequences", "num_iterations", "val_tokens"):
+        if name in given and not re.fullmatch(r"\+?\d+", given[name]):
+            raise CannotRehearse(f"--{name} {given[name]}: must be a whole number, and not less than 0")
 
 
 def choose_settings(script: Path, given: dict[str, str], data: Path) -> dict[str, str]:
@@ -110,7 +148,7 @@ def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str
         "TORCH_LOGS": "graph_breaks,recompiles",
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     }
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONWARNINGS", "VIRTUAL_ENV")}
+    inherited = {name: value for name, value in os.environ.items() if not NOT_INHERITED.fullmatch(name)}
     return inherited | ours | card.environment()
 
 

@@ -4,6 +4,8 @@ The tests marked `rehearsal` run real torch on null GPUs and take minutes; the o
 """
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from rehearsal import launch, readings, report, shards  # noqa: E402
-from rehearsal.__main__ import pair_up, parse_arguments  # noqa: E402
+from rehearsal.__main__ import main, pair_up, parse_arguments  # noqa: E402
 from rehearsal.watch import peak_memory  # noqa: E402
 
 STAND_IN = ROOT / "rehearsal" / "stand_in.py"
@@ -348,11 +350,96 @@ def test_setup_without_a_compiler_says_so_in_one_line(tmp_path):
         assert "C compiler" in result.stderr
 
 
+def set_up_with(home: Path, script: str, monkeypatch) -> None:
+    """launch.set_up with another setup.sh."""
+    (home / "setup.sh").write_text(f"#!/bin/sh\n{script}\n")
+    (home / "setup.sh").chmod(0o755)
+    monkeypatch.setattr(launch, "HERE", home)
+    launch.set_up()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the rehearsal needs Linux")
+def test_a_changed_pin_or_source_is_noticed(tmp_path):
+    """A made-up environment with a torch, and a compiler that only leaves a trace."""
+    folder, package = tmp_path / "rehearsal", tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
+    shutil.copytree(ROOT / "rehearsal", folder)
+    for path, text in ((package / "nvidia/cu13/include/crt/host_defines.h", ""), (tmp_path / "venv/bin/python", ""),
+                       (package / "torch/version.py", "__version__ = '2.13.0+cu130'\ncuda: str = '13.0'\n"),
+                       (tmp_path / "venv/bin/pip", "#!/bin/sh\nexit 1\n"),
+                       (tmp_path / "cc", f'#!/bin/sh\necho >>"{tmp_path}/compiled"\n'
+                                         'while [ "$1" != -o ]; do shift; done\ntouch "$2"\n')):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def set_up(pinned: str) -> tuple[int, int]:
+        (tmp_path / "requirements.txt").write_text(f"torch=={pinned}\n")
+        env = {**os.environ, "CC": str(tmp_path / "cc"), "REHEARSAL_HOME": str(tmp_path / "home"),
+               "REHEARSAL_VENV": str(tmp_path / "venv")}
+        exit_code = subprocess.run([folder / "setup.sh"], env=env, capture_output=True).returncode
+        return exit_code, len((tmp_path / "compiled").read_text())
+
+    assert [set_up("2.13.0"), set_up("2.13.0")] == [(0, 1), (0, 1)]
+    (folder / "nullgpu" / "card.c").write_text("// other")
+    os.utime(folder / "nullgpu" / "card.c", (0, 0))        # older than the library, as a checkout may leave it
+    assert set_up("2.13.0") == (0, 2)
+    assert set_up("2.1.0")[0] == set_up("2.13.00")[0] == 2     # this one would have to be installed
+
+
+def test_setup_tells_the_user_while_it_works_and_why_it_cannot(tmp_path, monkeypatch, capfd):
+    set_up_with(tmp_path, "echo installing", monkeypatch)
+    assert capfd.readouterr() == ("", "installing\n")
+    with pytest.raises(launch.CannotRehearse, match=r"^no network$") as refused:
+        set_up_with(tmp_path, "echo rehearsal: no network >&2; exit 2", monkeypatch)
+    assert not isinstance(refused.value, launch.DidNotCompile)
+    with pytest.raises(launch.DidNotCompile, match=r"^it did not compile$"):
+        set_up_with(tmp_path, "echo rehearsal: it did not compile >&2; exit 3", monkeypatch)
+
+
+def test_rehearsals_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("REHEARSAL_HOME", str(tmp_path))
+    monkeypatch.setattr(launch.time, "strftime", lambda _: "now")
+    assert [launch.new_folder().name for _ in range(3)] == ["now", "now-2", "now-3"]
+
+
+def test_what_the_user_set_for_other_runs_is_not_inherited(tmp_path, monkeypatch):
+    unwanted = ("CUDA_VISIBLE_DEVICES", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "PYTORCH_ALLOC_CONF",
+                "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTHONWARNINGS")
+    for name in (*unwanted, "NULLGPU_NAME"):
+        monkeypatch.setenv(name, "1")
+    env = launch.environment(tmp_path, tmp_path, tmp_path, launch.Card(8))
+    assert env["NULLGPU_NAME"] == "1" and not set(unwanted) & set(env)
+
+
+@pytest.mark.parametrize("words, told", [
+    (["--sequence_length", "64k"], "--sequence_length 64k: must be a whole number"),
+    (["--num_iterations", "-1"], "--num_iterations -1: must be a whole number, and not less than 0"),
+    (["--gpu_capability", "6.1"], "--gpu_capability 6.1: must be one of 7.0"),
+    (["--gpu_memory", "0.5"], "--gpu_memory 0.5: must be from 1"),
+    (["--gpu_memory", "much"], "argument --gpu_memory: invalid float value: 'much'"),
+    (["--processes", "65"], "--processes 65: must be from 1 to 64"),
+    (["no_such_record"], "no_such_record is neither a script nor a record"),
+])
+def test_bad_usage_ends_with_one_line(words, told, capsys):
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"rehearse: {told}") and said.count("\n") == 1
+
+
+def test_the_cards_that_can_be_asked_for_are_those_of_the_null_gpu():
+    source = (ROOT / "rehearsal" / "nullgpu" / "card.c").read_text()
+    assert ", ".join(launch.CAPABILITIES) in source
+    assert {f"{a}.{b}" for a, b in re.findall(r"^    {(\d+), (\d), ", source, re.M)} == set(launch.CAPABILITIES)
+    assert f"MAX_DEVICES {launch.MOST_CARDS}\n" in (ROOT / "rehearsal" / "nullgpu" / "nullgpu.h").read_text()
+
+
 def test_nvidia_smi_says_that_it_is_not_real():
     shown = subprocess.run([ROOT / "rehearsal" / "nullgpu" / "bin" / "nvidia-smi"], capture_output=True, text=True,
-                           env={**os.environ, "NULLGPU_COUNT": "2", "NULLGPU_MEMORY_GIB": "24"}).stdout
+                           env={**os.environ, "NULLGPU_COUNT": "2", "NULLGPU_MEMORY_GIB": "24",
+                                "NULLGPU_NAME": "H200"}).stdout
     assert shown.startswith("NOT REAL")
     assert shown.count("GPU 0") == shown.count("GPU 1") == 1 and "GPU 2" not in shown and "24576 MiB" in shown
+    assert shown.count("H200 (null GPU)") == 2
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -364,6 +451,8 @@ def test_nvidia_smi_says_that_it_is_not_real():
 def prepared():
     try:
         launch.set_up()
+    except launch.DidNotCompile:
+        raise
     except launch.CannotRehearse as reason:
         pytest.skip(str(reason))
 

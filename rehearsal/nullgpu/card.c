@@ -85,8 +85,7 @@ static void read_card(void) {
     card.memory_bus_bits = known->memory_bus_bits;
     // The name ends up in run logs, so it must not pass for a real card.
     const char *name = setting("NULLGPU_NAME");
-    if (name) snprintf(card.name, sizeof card.name, "%s", name);
-    else snprintf(card.name, sizeof card.name, "%s (null GPU)", known->name);
+    snprintf(card.name, sizeof card.name, "%.100s (null GPU)", name ? name : known->name);
 }
 
 const Card *nullgpu_card(void) {

@@ -19,14 +19,14 @@
 // arrive. Larger ones would only fill the host's memory with values that no kernel ever reads.
 #define LARGEST_REAL_COPY MIB
 
-// What a process's context takes of a device before the first tensor: a measured H100 value, rounded.
+// What a process's context takes of a device before the first tensor: a guess, not measured on a card.
 #define CONTEXT_BYTES (520 * MIB)
 
 // The card that is pretended, from the environment:
 //   NULLGPU_COUNT        how many of them                         (8)
 //   NULLGPU_CAPABILITY   compute capability, such as 8.6          (9.0)
 //   NULLGPU_MEMORY_GIB   memory of each                           (what such a card has)
-//   NULLGPU_NAME         its name                                 (that of such a card, with "null GPU" in it)
+//   NULLGPU_NAME         its name                                 (that of such a card); "(null GPU)" follows it
 typedef struct {
     int count;
     int major, minor;
