@@ -102,7 +102,8 @@ def summarise_flops(of_ranks: dict[int, readings.Traffic], resolved: dict) -> di
     flops = {"model_matmul_per_step": model, "optimizer_matmul_per_step": optimizer,
              "model_matmul_per_token": None, "attention_per_token_at_most": None,
              # nothing tells the two apart in a script that validates before each step and never waits for the GPU
-             "with_validation": str(resolved.get("val_loss_every")) == "1" and not any(step.timed for step in typical)}
+             "with_validation": (str(resolved.get("val_loss_every")) == "1" and bool(typical)
+                                 and not any(step.timed for step in typical))}
     tokens = int(resolved.get("sequence_length") or 0) * int(resolved.get("batch_sequences") or 0)
     if tokens:
         flops["model_matmul_per_token"] = model / tokens

@@ -261,6 +261,7 @@ def test_a_validation_before_each_step_is_left_out_where_the_clock_stops_for_it(
     for every, waits, told in (("1", True, False), ("1", False, True), ("2", False, False)):
         of_ranks = {0: traffic if waits else readings.read_traffic(START + STEP.format(60, 64))}
         assert report.summarise_flops(of_ranks, {"val_loss_every": every})["with_validation"] == told
+    assert not report.summarise_flops({}, {"val_loss_every": "1"})["with_validation"]      # no step at all
 
 
 def test_the_first_differing_collective_is_named():
