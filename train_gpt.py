@@ -103,15 +103,15 @@ LAPTOP = dict(
     val_files="data/embedded/embedded_val_*.bin",
     vocab_size=257,
     document_token=256,
-    num_layers=3,
+    num_layers=4,
     num_heads=2,
-    model_dim=128,
+    model_dim=96,
     sequence_length=1024,
     batch_sequences=2,
     piece_length=256,
     window_start=256,
     window_end=256,
-    num_iterations=1100,
+    num_iterations=900,
     cooldown_frac=0.5,
     embedding_lr=0.2,
     adam_beta1=0.9,
@@ -124,7 +124,7 @@ LAPTOP = dict(
     bfloat16_embeddings=False,
     compile=False,
     warmup_steps=1,
-    save_every=1100,
+    save_every=900,
 )
 
 class UserError(Exception):
@@ -222,7 +222,7 @@ def newton_schulz(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz, for matrices.
 
-    Parameters of one shape are taken in chunks of one per process. Each process orthogonalises its own, so that it
+    Parameters of one size are taken in chunks of one per process. Each process orthogonalises its own, so that it
     alone keeps that momentum, and the results are gathered while the next chunk is being computed. A parameter may
     carry its own learning-rate factor as an attribute, `lr_factor`.
     """
@@ -230,8 +230,8 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, parameters, lr: float, momentum: float, ns_steps: int, world: "World", dtype: torch.dtype,
                  orthogonalise=newton_schulz):
         parameters = list(parameters)
-        shapes = list(dict.fromkeys(p.shape for p in parameters))
-        groups = [dict(params=[p for p in parameters if p.shape == shape]) for shape in shapes]
+        sizes = list(dict.fromkeys(p.numel() for p in parameters))
+        groups = [dict(params=[p for p in parameters if p.numel() == size]) for size in sizes]
         super().__init__(groups, dict(lr=lr, momentum=momentum, ns_steps=ns_steps))
         self.world, self.dtype, self.orthogonalise = world, dtype, orthogonalise
 
@@ -243,7 +243,7 @@ class Muon(torch.optim.Optimizer):
                 if self.world.rank < len(chunk):
                     update = self.update_of(chunk[self.world.rank], group)
                 else:  # the last chunk may be short; whoever has nothing to do sends zeros
-                    update = torch.zeros_like(chunk[0], dtype=self.dtype)
+                    update = chunk[0].new_zeros(chunk[0].numel(), dtype=self.dtype)
                 if in_flight:
                     self.apply(*in_flight)
                 in_flight = (group, chunk, *self.gather(update))
@@ -260,7 +260,7 @@ class Muon(torch.optim.Optimizer):
             state["momentum"] = torch.zeros_like(param)
         average = state["momentum"].lerp_(param.grad, 1 - group["momentum"])
         nesterov = param.grad.lerp(average, group["momentum"])
-        return self.orthogonalise(nesterov, group["ns_steps"], self.dtype)
+        return self.orthogonalise(nesterov, group["ns_steps"], self.dtype).flatten()
 
     def gather(self, mine: Tensor) -> tuple[Tensor, dist.Work | None]:
         """Everybody's tensor in the order of the ranks, once the returned work is done."""
@@ -272,10 +272,10 @@ class Muon(torch.optim.Optimizer):
     def apply(self, group: dict, chunk: list[nn.Parameter], updates: Tensor, work: dist.Work | None) -> None:
         if work:
             work.wait()
-        rows, columns = chunk[0].shape
         for param, update in zip(chunk, updates, strict=False):
+            rows, columns = param.shape
             rate = group["lr"] * max(1, rows / columns) ** 0.5 * getattr(param, "lr_factor", 1.0)
-            param.add_(update, alpha=-rate)
+            param.add_(update.view_as(param), alpha=-rate)
 
     @torch.no_grad()
     def gathered_momentum(self) -> list[Tensor]:
@@ -284,10 +284,10 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for chunk in self.chunks(group):
                 mine = chunk[min(self.world.rank, len(chunk) - 1)]
-                everybodys, work = self.gather(self.state[mine].get("momentum", torch.zeros_like(mine)))
+                everybodys, work = self.gather(self.state[mine].get("momentum", torch.zeros_like(mine)).flatten())
                 if work:
                     work.wait()
-                momentum += everybodys[:len(chunk)].cpu()
+                momentum += [value.view_as(param) for param, value in zip(chunk, everybodys.cpu(), strict=False)]
         return momentum
 
     def load_momentum(self, momentum: list[Tensor]) -> None:
@@ -660,7 +660,7 @@ def learning_rate(progress: float, cooldown_frac: float) -> float:
     return min(1.0, (1 - progress) / cooldown_frac) if cooldown_frac else 1.0
 
 def window_in_blocks(progress: float, start: int, end: int) -> int:
-    """The attention window, from `start` to `end` tokens, in whole blocks."""
+    """The attention window, growing from `start` to `end` tokens in whole blocks (record of 2024-11-24, Koszarsky)."""
     return int((1 - progress) * start + progress * end) // BLOCK
 
 def muon_momentum(step: int, warmup: int, start: float, end: float) -> float:
@@ -981,7 +981,7 @@ class Trainer:
         self.muon = Muon(matrices, s.muon_lr, s.momentum_start, s.ns_steps, world, getattr(torch, s.dtype),
                          torch.compile(newton_schulz, dynamic=False) if s.compile else newton_schulz)
         self.full_rates = [group["lr"] for group in self.groups()]
-        self.window_blocks = torch.zeros((), dtype=torch.int32, device=world.device)
+        self.window_blocks, self.window_now = torch.zeros((), dtype=torch.int32, device=world.device), 0
 
     def groups(self) -> list[dict]:
         """The optimizers' parameter groups; asked for anew each time, as loading a state replaces Adam's."""
@@ -989,7 +989,10 @@ class Trainer:
 
     def set_schedules(self, step: int) -> None:
         s, progress = self.settings, step / self.settings.num_iterations
-        self.window_blocks.fill_(window_in_blocks(progress, s.window_start, s.window_end))
+        window = window_in_blocks(progress, s.window_start, s.window_end)
+        if window != self.window_now:  # the device is told only what is new
+            self.window_now = window
+            self.window_blocks.fill_(window)
         for group, full_rate in zip(self.groups(), self.full_rates, strict=True):
             group["lr"] = full_rate * learning_rate(progress, s.cooldown_frac)
         for group in self.muon.param_groups:

@@ -55,7 +55,7 @@ class Hyperparameters:
     document_token: int = 50256  # the token that starts a document
     # model
     num_layers: int = 12  # transformer blocks
-    num_heads: int = 6  # query heads of each attention
+    num_heads: int = 6  # heads of each attention
     model_dim: int = 768  # width of the residual stream
     logit_softcap: float = 30.0  # logits are squashed by a tanh into plus or minus this
     # a step
@@ -102,15 +102,15 @@ LAPTOP = dict(
     val_files="data/embedded/embedded_val_*.bin",
     vocab_size=257,
     document_token=256,
-    num_layers=3,
+    num_layers=4,
     num_heads=2,
-    model_dim=128,
+    model_dim=96,
     sequence_length=1024,
     batch_sequences=2,
     piece_length=256,
     window_start=256,
     window_end=256,
-    num_iterations=1000,
+    num_iterations=900,
     cooldown_frac=0.5,
     embedding_lr=0.2,
     adam_beta1=0.9,
@@ -122,7 +122,7 @@ LAPTOP = dict(
     target_loss=1.04,
     compile=False,
     warmup_steps=1,
-    save_every=1000,
+    save_every=900,
 )
 
 class UserError(Exception):
@@ -182,7 +182,7 @@ def check_settings(settings: Hyperparameters, world_size: int) -> None:
             if not low <= getattr(s, name) <= high:
                 raise UserError(f"--{name} {getattr(s, name)}: must be from {low} to {high}")
     for holds, message in (
-        (s.model_dim % (4 * s.num_heads) == 0, f"--model_dim {s.model_dim}: must be a multiple of 4 x num_heads"),
+        (s.model_dim % (2 * s.num_heads) == 0, f"--model_dim {s.model_dim}: must be a multiple of 2 x num_heads"),
         (s.sequence_length % BLOCK == 0,
          f"--sequence_length {s.sequence_length}: must be a multiple of the attention block, {BLOCK}"),
         (s.sequence_length % (s.piece_length or 1) == 0,
@@ -305,7 +305,7 @@ class Muon(torch.optim.Optimizer):
 # Attention: which tokens see which, and the two ways of computing it
 # ----------------------------------------------------------------------------------------------------
 
-BLOCK = 128  # tokens; the mask is built of these
+BLOCK = 128  # tokens; attention is computed in these
 WINDOW_STEP = 64  # tokens; the window grows by these
 
 def flex_mask(documents: Tensor, window: Tensor) -> BlockMask:
@@ -313,7 +313,8 @@ def flex_mask(documents: Tensor, window: Tensor) -> BlockMask:
 
     Built at the level of blocks, from the first and last document of each, so that a change of the window or of the
     documents is a change of values and never a recompile (public record of 2024-12-08, by YouJiacheng and others).
-    The list of blocks cuts the window at the blocks' edges: in a window of 64 a token sees nothing of the block before.
+    The list of blocks cuts the window at the blocks' edges, as the published one does: in a window of 64 a token sees
+    nothing of the block before.
     """
     def visible(batch, head, query, key):
         return (query >= key) & (query - key < window) & (documents[query] == documents[key])
@@ -649,7 +650,7 @@ def learning_rate(progress: float, cooldown_frac: float) -> float:
     return min(1.0, (1 - progress) / cooldown_frac) if cooldown_frac else 1.0
 
 def window_in_tokens(progress: float, start: int, end: int) -> int:
-    """The attention window, from `start` to `end` tokens, in whole steps."""
+    """The attention window, growing from `start` to `end` tokens in whole steps (record of 2024-11-24, Koszarsky)."""
     return int((1 - progress) * start + progress * end) // WINDOW_STEP * WINDOW_STEP
 
 def muon_momentum(step: int, warmup: int, start: float, end: float) -> float:
@@ -970,7 +971,7 @@ class Trainer:
         self.muon = Muon(matrices, s.muon_lr, s.momentum_start, s.ns_steps, world, getattr(torch, s.dtype),
                          orthogonalise)
         self.full_rates = [group["lr"] for group in self.groups()]
-        self.window, self.window_tokens = torch.zeros((), dtype=torch.int32, device=world.device), 0
+        self.window, self.window_now = torch.zeros((), dtype=torch.int32, device=world.device), 0
 
     def groups(self) -> list[dict]:
         """The optimizers' parameter groups; asked for anew each time, as loading a state replaces Adam's."""
@@ -979,8 +980,8 @@ class Trainer:
     def set_schedules(self, step: int) -> None:
         s, progress = self.settings, step / self.settings.num_iterations
         window = window_in_tokens(progress, s.window_start, s.window_end)
-        if window != self.window_tokens:  # a copy to the device only when there is something to tell it
-            self.window_tokens = window
+        if window != self.window_now:  # the device is told only what is new
+            self.window_now = window
             self.window.fill_(window)
         for group, full_rate in zip(self.groups(), self.full_rates, strict=True):
             group["lr"] = full_rate * learning_rate(progress, s.cooldown_frac)
