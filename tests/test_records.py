@@ -206,6 +206,35 @@ def test_checkpoints_of_the_last_record_differ_in_the_name_of_a_setting():
 
 
 @of(SCRIPTS)
+def test_validation_is_the_mean_loss_of_the_first_tokens_with_the_window_of_that_step(script, tmp_path):
+    shard = script.Shard(str(write_shard(tmp_path / "val.bin", made_up_tokens(2000))), 257)
+    trainer = script.Trainer(tiny(script), alone(script))
+    stir(trainer.model)
+    for step, blocks in (0, 1), (4, 3):  # TINY's window grows from 128 to 384 tokens
+        window = {BASELINE: [], WINDOW_WARMUP: [128 * blocks], UNET: [128 * blocks]}.get(script, [blocks])
+        losses = [trainer.model(*shard.sequence(start, 256), *map(torch.tensor, window))
+                  for start in (0, 256, 512, 768)]
+        assert trainer.validate(shard, step) == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
+@of(SYSTEMS[1:])
+def test_logits_are_squashed_by_the_softcap_that_is_set(script):
+    plain, capped = (stir(script.build_model(tiny(script, logit_softcap=cap))) for cap in (1e6, 2.0))
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = plain.head(x)
+        assert logits.abs().max() > 4
+        torch.testing.assert_close(capped.logits(x), 2 * torch.tanh(logits / 2))
+
+
+def test_the_tuning_of_the_last_record_is_inductors_coordinate_descent():
+    with torch._inductor.config.patch():
+        for tuning in (True, False):
+            SOFT_CAP.Trainer(tiny(SOFT_CAP, coordinate_descent=tuning), alone(SOFT_CAP))
+            assert torch._inductor.config.coordinate_descent_tuning is tuning
+
+
+@of(SCRIPTS)
 def test_the_records_with_six_tables_compute_again_to_save_memory_and_the_others_may(script):
     assert script.Hyperparameters().recompute == (script in (UNET, BLOCK_WINDOW))
     with script.functorch_config.patch():
