@@ -127,6 +127,7 @@ def seed_fault(settings: Hyperparameters, step: int, model: GPT):
 
 def main():
     settings = read_settings()
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")     # as train_gpt.py does
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     rank, size = dist.get_rank(), dist.get_world_size()

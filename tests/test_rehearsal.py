@@ -478,7 +478,8 @@ def on_null_gpu(prepared, tmp_path):
 def rehearse(prepared, cache, tmp_path):
     """Rehearses the stand-in, or another script, and returns (exit code, report, text)."""
     def run(*flags: str, script: Path = STAND_IN) -> tuple[int, dict, str]:
-        command = [sys.executable, "-m", "rehearsal", script, "--output", tmp_path, "--cache", cache, *flags]
+        own_cache = cache / script.stem     # every kernel in it is reported, so no script may find another's
+        command = [sys.executable, "-m", "rehearsal", script, "--output", tmp_path, "--cache", own_cache, *flags]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode in (0, 1), result.stderr
         return result.returncode, json.loads((tmp_path / "report.json").read_text()), result.stdout
