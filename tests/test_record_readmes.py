@@ -63,3 +63,12 @@ def test_the_table_of_all_records_is_that_of_their_logs():
                          mean_and_spread(losses, 4), f"{mean_and_spread(seconds, 1)} s",
                          f"{baseline / statistics.mean(seconds):.1f} times"))
     assert told == expected
+
+
+def test_all_records_were_measured_on_the_same_hardware_which_their_readmes_name():
+    used = {read_log(path).hardware for folder in RECORDS for path in folder.glob("*.txt")}
+    assert len(used) == 1, f"times are compared between {used}"
+    (hardware,) = used
+    for folder in RECORDS:
+        told = re.search(r"\(hardware: (.*?)\)", (folder / "README.md").read_text())
+        assert told and hardware.startswith(told[1])
