@@ -1,9 +1,9 @@
 """The records tool: what speedrunners do by hand, in one command. Run it from the repository's root.
 
-    python -m records list                          all records: runs, steps, loss, time, gain, evidence
+    python -m records list                          all records: loss, time, gain over the one before, evidence
     python -m records check SoftCap                 does a record stand? exit code 0 or 1
     python -m records check logs/*.txt --target 3.28
-    python -m records extract LOG -o train_gpt.py   the script out of a log, byte for byte what ran
+    python -m records extract LOG -o that_ran.py    the script out of a log, byte for byte what ran
     python -m records diff BlockWindow SoftCap      what changed (--stat: by section, --no-comments: code only)
     python -m records plot SoftCap logs/*.txt -o curves.png
     python -m records race SoftCap train_gpt.py --runs 5 -- --num_iterations 500
@@ -253,6 +253,8 @@ def extract(args, paint):
         return 0
     if args.output.exists() and args.output.samefile(args.log):
         raise UserError(f"{args.output}: is the log itself")
+    if args.output.exists() and args.output.is_file() and args.output.read_bytes() != source:
+        raise UserError(f"{args.output}: is there already and holds something else; take another name, or remove it")
     write(args.output, source)
     return 0
 
@@ -316,7 +318,10 @@ def plot(args, paint):
 
 
 def plot_track(axes, entries):
-    """Loss over time on the left, over steps on the right; the band is one standard deviation of the runs."""
+    """Loss over time on the left, over steps on the right; the band is one standard deviation of the runs.
+
+    The thin line is the training loss, for runs that are validated only at their end.
+    """
     from records.page import view
 
     for axis, label in zip(axes, ["training time [s]", "step"], strict=True):
@@ -326,7 +331,10 @@ def plot_track(axes, entries):
             loss = [moment.loss for moment in moments]
             width = [0 if math.isnan(moment.spread) else moment.spread for moment in moments]
             name = f"{entry.name} ({many(entry.complete or entry.runs, 'run')})"
-            (line,) = axis.plot(x, loss, label=name, linewidth=1.5, marker=".", markersize=4)
+            (line,) = axis.plot(x, loss, label=name, linewidth=1.5, marker=".", markersize=4 if len(x) > 1 else 10)
+            x_training = [moment.step if label == "step" else moment.seconds for moment in entry.training]
+            training = [moment.loss for moment in entry.training]
+            axis.plot(x_training, training, color=line.get_color(), linewidth=0.8, alpha=0.55)
             low, high = zip(*[(a - b, a + b) for a, b in zip(loss, width, strict=True)], strict=True)
             axis.fill_between(x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
         target = entries[0].target
@@ -334,7 +342,7 @@ def plot_track(axes, entries):
         axis.set_ylim(*view(entries))
         axis.set_xlabel(label)
         axis.grid(alpha=0.25)
-    axes[0].set_ylabel("validation loss")
+    axes[0].set_ylabel("validation loss" + (" (thin: training loss)" if any(e.training for e in entries) else ""))
     axes[0].set_title(track_title(entries), loc="left", fontsize=10)
     axes[1].legend(fontsize=9)
 

@@ -50,6 +50,8 @@ EVENT = re.compile(
     rb"([^\n]*))"
     rb"|resumed at step:? *(?P<checkpoint>\d{1,15}))"
 )
+RESUMED_ON = re.compile(rb"[^\n]* on (\d+ x [^\r\n]+)")  # the rest of a line that tells of a resume
+TRAINING = re.compile(rb"\nstep:(\d{1,15})/\d+ train_loss:(\d+\.\d+) train_time:(\d+(?:\.\d+)?)(m?s)\b")
 FIELD = re.compile(r"(\w+): *([^\s|,]+)")
 CLOCK = re.compile(r"(\d+(?:\.\d+)?|nan)(ms|s)")
 
@@ -91,6 +93,8 @@ class Log:
     data: str | None = None  # the data's fingerprint, short
     data_files: list[str] = field(default_factory=list)
     hardware: str | None = None
+    machine: str | None = None  # the same in the words of a line that tells of a resume
+    moved_to: str | None = None  # another machine, on which it was resumed
     content: int = 0  # hash of the whole file: the same run filed twice is not two runs
 
 
@@ -169,6 +173,8 @@ def read_header(log, data, body):
     if log.seed is None and log.settings and "seed" in log.settings:
         log.seed = str(log.settings["seed"])
     log.hardware = describe_hardware(header, GPU.findall(data, body, end))
+    if "hardware" in header and "world_size" in header:
+        log.machine = f"{header['world_size'][0]} x {header['hardware'][0]}"
     shards = read_json("data", list)
     if shards:
         log.data, log.data_files = fingerprint(shards)
@@ -198,6 +204,9 @@ def read_steps(log, data, body):
     for match in EVENT.finditer(data, body, end_of_log(log, data, body)):
         checkpoint = match["checkpoint"]
         if checkpoint is not None:
+            resumed_on = RESUMED_ON.match(data, match.end())
+            if resumed_on and log.machine and resumed_on[1].decode(errors="replace") != log.machine:
+                log.moved_to = resumed_on[1].decode(errors="replace")
             if run:  # the steps since that checkpoint are run once more
                 run.validations = [v for v in run.validations if v.step <= int(checkpoint)]
                 resumed = True
@@ -225,6 +234,13 @@ def read_steps(log, data, body):
         run.complete = run.final.step == run.steps if run.steps else data.find(b"\npeak memory", body) >= 0
     if not log.runs and not log.complaints:
         log.complaints.append((last_line(data), "ends without any validation: no line like 'step:... val_loss:...'"))
+
+
+def training_losses(path):
+    """{step: (loss, seconds)} of a log with one run; a step that was run again after a resume counts as it was last."""
+    data = b"\n" + Path(path).read_bytes()
+    lines = (match.groups() for match in TRAINING.finditer(data, find_source(data)[2]))
+    return {int(step): (float(loss), seconds_of(clock, unit)) for step, loss, clock, unit in lines}
 
 
 def end_of_log(log, data, body):
@@ -339,7 +355,7 @@ class Entry:
 
     @property
     def hardware(self):
-        return common(log.hardware for log in self.logs)
+        return common("mixed" if log.moved_to else log.hardware for log in self.logs)
 
     @property
     def track(self):
@@ -358,6 +374,18 @@ class Entry:
             moments.append(Moment(step, mean([v.seconds for v in found]), mean(losses), spread(losses), len(found)))
         return moments
 
+    @cached_property
+    def training(self):
+        """The mean training loss of all runs in each hundredth of their steps; empty where the logs do not tell it."""
+        hundredths = {}
+        for log in self.logs:
+            if len(log.runs) == 1 and log.runs[0].steps and (log.runs[0].complete or not self.complete):
+                for step, (loss, seconds) in training_losses(log.path).items():
+                    hundredths.setdefault((step - 1) * 100 // log.runs[0].steps, []).append((step, seconds, loss))
+        columns = [zip(*found, strict=True) for _, found in sorted(hundredths.items())]
+        means = [[mean(values) for values in column] for column in columns]
+        return [Moment(step, seconds, loss, math.nan, len(self.runs)) for step, seconds, loss in means]
+
     def checks(self):
         """Everything that a record must show, as one Check each."""
         return [
@@ -366,7 +394,7 @@ class Entry:
             self.check_seeds(),
             self.check_settings(),
             self.check_same("data", [log.data for log in self.logs], "fingerprint"),
-            self.check_same("hardware", [log.hardware for log in self.logs], "machine"),
+            self.check_hardware(),
             self.check_loss(),
         ]
 
@@ -441,6 +469,12 @@ class Entry:
             if value != values[0]:
                 return Check(False, name, f"{value} in {log.path}, {values[0]} in {self.logs[0].path}")
         return Check(True, name, f"the same in every log: {values[0]}")
+
+    def check_hardware(self):
+        for log in self.logs:
+            if log.moved_to:
+                return Check(False, "hardware", f"{log.path} began on {log.machine} and was resumed on {log.moved_to}")
+        return self.check_same("hardware", [log.hardware for log in self.logs], "machine")
 
     def check_loss(self):
         losses = self.losses

@@ -53,9 +53,9 @@ def view(entries):
     target = entries[0].target
     losses, late = [target], [target]
     for entry in entries:
-        moments = [moment for moment in entry.curve() if math.isfinite(moment.loss)]
+        moments = [moment for moment in [*entry.training, *entry.curve()] if math.isfinite(moment.loss)]
         losses += [moment.loss for moment in moments]
-        late += [moment.loss for moment in moments if moment.step >= 0.2 * moments[-1].step]
+        late += [moment.loss for moment in moments if moment.step >= 0.2 * max(m.step for m in moments)]
     low, high = min(losses), max(late)
     margin = 0.06 * (high - low) or 0.1
     return low - margin, high + margin
@@ -87,7 +87,11 @@ def render_chart(entries, x_name, curves):
         lower = [place(x_of(m), m.loss - s) for m, s in zip(moments, spreads, strict=True)]
         middle = [place(x_of(m), m.loss) for m in moments]
         parts.append(f"<polygon points='{points(upper + lower[::-1])}' style='fill:{colour}'/>")
-        parts.append(f"<polyline points='{points(middle)}' style='stroke:{colour}'/>")
+        learning = [place(x_of(m), m.loss) for m in entry.training if finite(m, x_name)]
+        if learning:
+            parts.append(f"<polyline class='training' points='{points(learning)}' style='stroke:{colour}'/>")
+        lone = " class='lone'" if len(middle) == 1 else ""  # a line with one point would not be seen
+        parts.append(f"<polyline{lone} points='{points(middle * 2 if lone else middle)}' style='stroke:{colour}'/>")
         lines.append({"name": entry.name, "colour": colour, "at": [
             [round(px, 1), round(py, 1), describe(moment)] for (px, py), moment in zip(middle, moments, strict=True)
         ]})  # fmt: skip
@@ -171,7 +175,8 @@ def render_hunk(hunk):
 # The page's frame
 # ----------------------------------------------------------------------------------------------------------------------
 
-NOTE = """<p class="quiet note">± is one standard deviation of the runs, and so is the band around a curve. Gain: time
+NOTE = """<p class="quiet note">± is one standard deviation of the runs, and so is the band around a curve.
+The thin curves are the training loss, a mean for each hundredth of the steps. Gain: time
 saved against the record before. Evidence: does <code>python -m records check</code> pass, above all, is the mean final
 loss below the target with p &lt; 0.01?</p>"""
 
@@ -237,6 +242,8 @@ svg text.x { text-anchor: middle; } svg text.y { text-anchor: end; }
 svg .grid { stroke: var(--rule); } svg .hair { stroke: var(--quiet); stroke-width: 0.75; pointer-events: none; }
 svg line.target { stroke: var(--ink); stroke-dasharray: 5 4; opacity: 0.7; }
 svg polyline { fill: none; stroke-width: 1.75; stroke-linejoin: round; }
+svg polyline.lone { stroke-width: 8; stroke-linecap: round; }
+svg polyline.training { stroke-width: 1; opacity: 0.55; }
 svg polygon { opacity: 0.18; }
 svg circle { stroke: var(--paper); stroke-width: 1.5; pointer-events: none; }
 .tip {

@@ -229,6 +229,35 @@ def test_a_resumed_run_is_one_run_and_keeps_no_step_twice(tmp_path):
     assert [(v.step, v.loss) for v in run.validations] == [(0, 9.0), (10, 8.0), (20, 6.0), (30, 5.0), (40, 4.0)]
 
 
+def test_a_run_that_was_resumed_on_another_machine_has_no_hardware_to_compare_it_by(tmp_path):
+    logs = good_logs()
+    head, _, tail = logs[2].partition("step:695/1390 val_loss")
+    resumed = "resumed at step 348 from checkpoints/on a disk/step_000348.pt on {}\nstep:695/1390 val_loss"
+    for machine, moved in ("2 x Some CPU, 2 cores", False), ("1 x Some CPU, 2 cores", True), ("2 x Other CPU", True):
+        logs[2] = head + resumed.format(machine) + tail
+        record = add_record(tmp_path / machine, "1_A", logs)
+        out = tool("check", record, code=int(moved)).out
+        assert (f"began on 2 x Some CPU, 2 cores and was resumed on {machine}" in out) == moved
+        assert ("no: hardware" in tool("list", record).out) == moved
+
+
+def test_training_losses_are_averaged_over_the_runs_in_hundredths_of_the_steps(tmp_path):
+    def log_of(seed):
+        line = "step:{}/400 train_loss:{:.6f} train_time:{}ms".format
+        lines = [line(step, seed + step / 1000, step * seed) for step in range(1, 401)]
+        again = ["resumed at step 200 from x.pt", line(201, 9.5, 1000), line(202, 9.5, 1000)]
+        end = f"step:400/400 val_loss:3.0000 train_time:{400 * seed}ms"
+        return "\n".join([SOURCE.rstrip(), RULER, f"seed: {seed}", RULER, *lines, *again * (seed == 2), end, ""])
+
+    record = add_record(tmp_path, "1_A", [log_of(1), log_of(2), build_log(3.0).partition("peak")[0] + STEPS])
+    (entry,) = open_records([record], tmp_path)[0].entries()
+    first, *_, last = entry.training  # the third log holds two trials, which share their step numbers
+    assert len(entry.training) == 100
+    assert (first.step, first.loss, first.seconds) == pytest.approx((2.5, 1.5025, 0.00375))
+    assert (last.step, last.loss, last.seconds) == pytest.approx((398.5, 1.8985, 0.59775))
+    assert entry.training[50].loss == pytest.approx((4 * 1.2025 + 2 * 9.5 + 2 * 2.2035) / 8)
+
+
 TRUNCATED = {
     "within the source": (SOURCE.encode(), 8, "within the source", 0),
     "within the header": (f"{SOURCE}{RULER}\npython: 3.1".encode(), 10, "without any validation", 0),
@@ -479,6 +508,17 @@ def test_extract_refuses_a_log_without_a_whole_source(tmp_path):
     assert itself.read_text() == build_log()
 
 
+def test_extract_overwrites_no_other_script(tmp_path):
+    (path,) = add_logs(tmp_path, [build_log()])
+    mine = tmp_path / "train_gpt.py"
+    mine.write_text("my work of today\n")
+    assert "is there already" in tool("extract", path, "-o", mine, code=2).err
+    assert mine.read_text() == "my work of today\n"
+    mine.write_text(SOURCE)
+    tool("extract", path, "-o", mine)
+    assert mine.read_text() == SOURCE
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # diff
 # ----------------------------------------------------------------------------------------------------------------------
@@ -636,7 +676,11 @@ def test_plot_draws_every_record_with_its_spread_and_the_target(tmp_path):
     figure, axes = pyplot.subplots(1, 2)
     plot_track(axes, entries)
     for axis, ends in zip(axes, [(204.345, 100.0), (1390, 1390)], strict=True):
-        a, b, target = axis.lines
+        a, a_training, b, b_training, target = axis.lines
+        at, losses = a_training.get_xdata(), a_training.get_ydata()
+        assert len(at) == 4 and at[-1] == pytest.approx(ends[0])
+        assert losses[-1] == pytest.approx(3.275 + 0.02)  # of two runs, as build_log writes them
+        assert a_training.get_color() == a.get_color() != b_training.get_color()
         assert [line.get_xdata()[-1] for line in (a, b)] == pytest.approx(ends)
         assert [line.get_ydata()[-1] for line in (a, b)] == pytest.approx([3.275, 3.28])
         assert set(target.get_ydata()) == {3.28}
