@@ -56,11 +56,14 @@ case " $* " in *" --help "* | *" -h "*) install requirements.txt; exec "$python"
 
 case ${PROCESSES:-1} in 0* | *[!0-9]*) die "PROCESSES=$PROCESSES: must be a number of processes, 1 or more" ;; esac
 
+own_data=
+case " $*" in *" --train_files"*) own_data="your training files" ;; esac
+
 install requirements.txt
 read -r gpus cores < <("$python" -c 'import os, torch; print(torch.cuda.device_count(), os.cpu_count())')
 if [ "$gpus" -gt 0 ]; then
     processes=${PROCESSES:-$gpus}
-    echo "$gpus GPUs: FineWeb, the record's settings, one process on each of $processes"
+    echo "$gpus GPUs: ${own_data:-FineWeb}, the record's settings, one process on each of $processes"
     get_data=(data/cached_fineweb10B.py 10)
 else
     # Two processes, because a batch of LAPTOP has two sequences; the cores are shared out between them.
@@ -68,13 +71,10 @@ else
     # glibc would hand large blocks back to the system after each use, and get them again page by page.
     export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / processes > 0 ? cores / processes : 1))}
-    echo "no GPU: the embedded corpus, the LAPTOP settings, $processes processes of $OMP_NUM_THREADS threads on $cores cores"
+    echo "no GPU: ${own_data:-the embedded corpus}, the LAPTOP settings, $processes processes of $OMP_NUM_THREADS threads on $cores cores"
     get_data=(data/embedded_corpus.py)
 fi
-case " $*" in
-*" --train_files"*) ;; # the user brings the data
-*) "$python" "${get_data[@]}" ;;
-esac
+[ -n "$own_data" ] || "$python" "${get_data[@]}"
 
 # torchrun, except that its exit code is the script's, a failure adds no traceback, and a sample follows a checkpoint.
 # After a signal the processes have this many seconds to finish their step and save.

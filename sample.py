@@ -10,7 +10,7 @@ import os
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 
 import torch
@@ -113,15 +113,26 @@ class Reader:
             self.length += len(piece)
         return self.model.logits(x_TC[-1])
 
-def load_reader(path: str, length: int) -> tuple[Reader, Hyperparameters]:
-    """The checkpoint's model, ready for a text of this length, with the attention window of the checkpoint's step."""
+def read_checkpoint(path: str) -> dict:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code of the file's
+        unlike = {field.name for field in fields(Hyperparameters)} ^ checkpoint["settings"].keys()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror.lower()}") from None
+    except Exception as error:  # torch's advice would be to trust the file
+        raise UserError(f"{path}: not a checkpoint, or a damaged one ({type(error).__name__})") from None
+    if unlike:
+        raise UserError(f"{path}: a checkpoint of another script than train_gpt.py, as its settings show "
+                        f"({', '.join(sorted(unlike))}); give the path of one of its own")
+    return checkpoint
+
+def load_reader(path: str, length: int) -> tuple[Reader, Hyperparameters]:
+    """The checkpoint's model, ready for a text of this length, with the attention window of the checkpoint's step."""
+    checkpoint = read_checkpoint(path)
+    try:
         settings, step = Hyperparameters(**checkpoint["settings"]), checkpoint["step"]
         model = build_model(replace(settings, sequence_length=next_multiple_of(BLOCK, length)))
         model.load_state_dict(checkpoint["state"]["model"])
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror.lower()}") from None
     except Exception as error:
         raise UserError(f"{path}: not a checkpoint of this train_gpt.py: {in_one_line(error)}") from None
     if sum(param.numel() for param in model.parameters()) < 1e7:

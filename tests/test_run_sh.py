@@ -36,7 +36,7 @@ def test_it_says_what_it_chose_trains_and_shows_a_sample(copy, shards):
     result = run_sh(copy, *shards, "--save_every=100", "--target_loss=9")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert any(line.startswith("no GPU: the embedded corpus, the LAPTOP settings, 2 processes of ") for line in lines)
+    assert any(line.startswith("no GPU: your training files, the LAPTOP settings, 2 processes of ") for line in lines)
     (end,) = (i for i, line in enumerate(lines) if re.match(r"validation loss .* target 9.0 reached; .* logs/", line))
     assert "world_size: 2" in only_log(copy).read_text()
     assert len("\n".join(lines[end + 1:])) > 0  # what an untrained model writes is nothing to compare with

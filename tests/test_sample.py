@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,7 +173,10 @@ def test_the_window_is_that_of_the_checkpoints_step(trained):
 
 @pytest.mark.parametrize("arguments, complaint", [
     (["nowhere.pt"], "sample: nowhere.pt: no such file or directory\n"),
-    (["train.bin"], "not a checkpoint"),
+    (["train.bin"], "sample: train.bin: not a checkpoint, or a damaged one (UnpicklingError)\n"),
+    (["half.pt"], "sample: half.pt: not a checkpoint, or a damaged one (RuntimeError)\n"),
+    (["record.pt"], "sample: record.pt: a checkpoint of another script than train_gpt.py, as its settings show "
+                    "(cooldown_shape); give the path of one of its own\n"),
     (["latest", "--checkpoint_dir", "empty"], "no checkpoint in empty"),
     (["--tokens", "0"], "--tokens 0"),
     (["--tokens", "many"], "many"),
@@ -183,6 +187,10 @@ def test_the_window_is_that_of_the_checkpoints_step(trained):
 ])
 def test_bad_input_gets_one_line_and_exit_code_2(trained, arguments, complaint, monkeypatch, capsys):
     monkeypatch.chdir(trained)
+    (saved,) = trained.glob("checkpoints/*/*.pt")
+    Path("half.pt").write_bytes(saved.read_bytes()[:saved.stat().st_size // 2])
+    checkpoint = torch.load(saved, weights_only=True)
+    torch.save(checkpoint | dict(settings=checkpoint["settings"] | dict(cooldown_shape="cosine")), "record.pt")
     assert sample.main(arguments) == 2
     output = capsys.readouterr()
     assert output.out == "" and complaint in output.err and output.err.count("\n") == 1
