@@ -875,6 +875,7 @@ def test_the_page_has_the_table_the_curves_and_the_diffs_and_needs_no_network(th
         for cell in table_row(listed, name):
             assert f"{html.escape(cell)}</td>" in text
     assert text.count("<svg ") == 4  # two tracks, each over time and over steps
+    assert text.count("<polyline class='training'") == 6  # three records, each over time and over steps
     assert text.count("<details>") == 2 and "2024-01-01_First → 2024-02-01_Second" in text
     assert "<em>30</em>" in text and "<em>15</em>" in text
     assert not re.search(r"(?:src|href)\s*=\s*[\"'](?!data:)|https?:|url\((?!#)|@import", text)
