@@ -253,7 +253,7 @@ def extract(args, paint):
         return 0
     if args.output.exists() and args.output.samefile(args.log):
         raise UserError(f"{args.output}: is the log itself")
-    if args.output.exists() and args.output.is_file() and args.output.read_bytes() != source:
+    if args.output.is_file() and args.output.read_bytes() != source:
         raise UserError(f"{args.output}: is there already and holds something else; take another name, or remove it")
     write(args.output, source)
     return 0
@@ -320,7 +320,7 @@ def plot(args, paint):
 def plot_track(axes, entries):
     """Loss over time on the left, over steps on the right; the band is one standard deviation of the runs.
 
-    The thin line is the training loss, for runs that are validated only at their end.
+    The thin line is the training loss, which is all that a run validated only at its end shows of its way there.
     """
     from records.page import view
 

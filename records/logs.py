@@ -204,9 +204,10 @@ def read_steps(log, data, body):
     for match in EVENT.finditer(data, body, end_of_log(log, data, body)):
         checkpoint = match["checkpoint"]
         if checkpoint is not None:
-            resumed_on = RESUMED_ON.match(data, match.end())
-            if resumed_on and log.machine and resumed_on[1].decode(errors="replace") != log.machine:
-                log.moved_to = resumed_on[1].decode(errors="replace")
+            told = RESUMED_ON.match(data, match.end())
+            resumed_on = told[1].decode(errors="replace") if told else None
+            if log.machine and resumed_on not in (None, log.machine):
+                log.moved_to = resumed_on
             if run:  # the steps since that checkpoint are run once more
                 run.validations = [v for v in run.validations if v.step <= int(checkpoint)]
                 resumed = True
@@ -321,7 +322,6 @@ class Moment(NamedTuple):
     seconds: float
     loss: float
     spread: float
-    runs: int
 
 
 @dataclass
@@ -371,7 +371,7 @@ class Entry:
         moments = []
         for step, found in sorted(by_step.items()):
             losses = [v.loss for v in found]
-            moments.append(Moment(step, mean([v.seconds for v in found]), mean(losses), spread(losses), len(found)))
+            moments.append(Moment(step, mean([v.seconds for v in found]), mean(losses), spread(losses)))
         return moments
 
     @cached_property
@@ -384,7 +384,7 @@ class Entry:
                     hundredths.setdefault((step - 1) * 100 // log.runs[0].steps, []).append((step, seconds, loss))
         columns = [zip(*found, strict=True) for _, found in sorted(hundredths.items())]
         means = [[mean(values) for values in column] for column in columns]
-        return [Moment(step, seconds, loss, math.nan, len(self.runs)) for step, seconds, loss in means]
+        return [Moment(step, seconds, loss, math.nan) for step, seconds, loss in means]
 
     def checks(self):
         """Everything that a record must show, as one Check each."""

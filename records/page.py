@@ -54,8 +54,9 @@ def view(entries):
     losses, late = [target], [target]
     for entry in entries:
         moments = [moment for moment in [*entry.training, *entry.curve()] if math.isfinite(moment.loss)]
+        end = max((moment.step for moment in moments), default=0)
         losses += [moment.loss for moment in moments]
-        late += [moment.loss for moment in moments if moment.step >= 0.2 * max(m.step for m in moments)]
+        late += [moment.loss for moment in moments if moment.step >= 0.2 * end]
     low, high = min(losses), max(late)
     margin = 0.06 * (high - low) or 0.1
     return low - margin, high + margin
@@ -87,9 +88,9 @@ def render_chart(entries, x_name, curves):
         lower = [place(x_of(m), m.loss - s) for m, s in zip(moments, spreads, strict=True)]
         middle = [place(x_of(m), m.loss) for m in moments]
         parts.append(f"<polygon points='{points(upper + lower[::-1])}' style='fill:{colour}'/>")
-        learning = [place(x_of(m), m.loss) for m in entry.training if finite(m, x_name)]
-        if learning:
-            parts.append(f"<polyline class='training' points='{points(learning)}' style='stroke:{colour}'/>")
+        training = [place(x_of(m), m.loss) for m in entry.training if finite(m, x_name)]
+        if training:
+            parts.append(f"<polyline class='training' points='{points(training)}' style='stroke:{colour}'/>")
         lone = " class='lone'" if len(middle) == 1 else ""  # a line with one point would not be seen
         parts.append(f"<polyline{lone} points='{points(middle * 2 if lone else middle)}' style='stroke:{colour}'/>")
         lines.append({"name": entry.name, "colour": colour, "at": [
