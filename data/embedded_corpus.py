@@ -11,10 +11,12 @@ shards need no torch at all.
 
 With --text every file below DIR is a document, byte for byte. Left out, and counted: hidden, empty and binary files
 (a zero byte in the first 64 KiB), links, and what is no regular file. The documents are ordered by the sha256 of their
-name; the last tenth (at most 10 MiB) is validation. A document that lies across that line, or across the end of a
-shard (100M tokens), is divided there.
+name; the last tenth (at least 1,025 tokens, at most 10 MiB) is validation. A document that lies across that line, or
+across the end of a shard (100M tokens), is divided there.
 
 A shard is 256 int32 (20240520, 1, number of tokens, zeros), then the tokens as uint16. Token 256 starts a document.
+Documents are longer than a batch, so training shards are cut into pieces: runs of 255 tokens, each with token 256 in
+front, shuffled once and for all; a shorter last one stays at the end. Validation keeps whole documents in their order.
 """
 
 import argparse
@@ -36,11 +38,12 @@ from pathlib import Path
 MAGIC, VERSION, HEADER_BYTES, TOKEN_BYTES = 20240520, 1, 1024, 2
 DOCUMENT_TOKEN = 256
 MAX_SHARD_TOKENS = 100_000_000  # as FineWeb's
+PIECE_TOKENS = 256  # of training shards, the document token in front included
 
 PINNED_TORCH = "2.13.0"
 LEFT_OUT = ("torch/version.py", "torch/testing/", "torch/_vendor/", "torch/sparse/_triton_ops_meta.py")
 SHA256 = {
-    "embedded_train_000001.bin": "428f3b435690b2b9bc4de8e051a81ae6ea6b021ee80ecea1c13595ef8086a178",
+    "embedded_train_000001.bin": "cd629f56f9b8e01b43c10e5a162debbef76b2f655849dadbd5f4e030be884e22",
     "embedded_val_000000.bin": "63672a6c7147f003c2b989eab5c6645ca6fdb82e9f829ca1050d5f38587c975f",
 }
 
@@ -136,24 +139,43 @@ def temporary(path):
     return path.with_name(f".{path.name}.tmp")
 
 
-def write_shard(path, documents):
-    """Write documents (each an iterable of bytes) under the shard's temporary name; returns its number of tokens."""
+def stream_of(documents):
+    """The tokens of documents (each an iterable of bytes), with the document token before each."""
     import numpy as np
 
+    parts = []
+    for document in documents:
+        parts.append(struct.pack("<H", DOCUMENT_TOKEN))
+        parts.extend(np.frombuffer(chunk, np.uint8).astype("<u2") for chunk in document)
+    return np.frombuffer(b"".join(parts), "<u2")
+
+
+def shuffled_pieces(stream):
+    """Cut a stream into pieces of 256 tokens: the document token and the next 255. The full ones are shuffled, always
+    in the same way (numpy keeps RandomState's results for ever); what is left at the end is the last, shorter piece."""
+    import numpy as np
+
+    run = PIECE_TOKENS - 1
+    count, rest = divmod(len(stream), run)
+    full_runs = stream[: count * run].reshape(count, run)
+    tokens = np.full(len(stream) + count + bool(rest), DOCUMENT_TOKEN, "<u2")
+    full_pieces = tokens[: count * PIECE_TOKENS].reshape(count, PIECE_TOKENS)
+    full_pieces[:, 1:] = full_runs[np.random.RandomState(0).permutation(count)]
+    tokens[count * PIECE_TOKENS + 1 :] = stream[count * run :]
+    return tokens
+
+
+def write_shard(path, documents, training):
+    """Write a shard of documents under its temporary name; returns its number of tokens."""
+    tokens = shuffled_pieces(stream_of(documents)) if training else stream_of(documents)
     try:
         with open(temporary(path), "wb") as file:
-            file.write(bytes(HEADER_BYTES))
-            for document in documents:
-                file.write(struct.pack("<H", DOCUMENT_TOKEN))
-                for piece in document:
-                    file.write(np.frombuffer(piece, np.uint8).astype("<u2"))
-            tokens = (file.tell() - HEADER_BYTES) // TOKEN_BYTES
-            file.seek(0)
-            file.write(struct.pack("<3i", MAGIC, VERSION, tokens))
+            file.write(struct.pack("<3i", MAGIC, VERSION, len(tokens)).ljust(HEADER_BYTES, b"\0"))
+            file.write(tokens)
     except OSError as error:
         error.filename = error.filename or str(path)  # a failed write does not name its file
         raise
-    return tokens
+    return len(tokens)
 
 
 def put_in_place(folder, paths):
@@ -193,7 +215,7 @@ def build_embedded(folder):
     shards = {name: [[text] for digest, text in documents if (digest[0] < 8) == ("val" in name)] for name in SHA256}
     try:
         for name in shards:
-            write_shard(folder / name, shards[name])
+            write_shard(folder / name, shards[name], training="train" in name)
         if any(sha256_of(temporary(folder / name)) != SHA256[name] for name in SHA256):
             raise Problem(f"the source of the installed torch is not that of {PINNED_TORCH}: {what_differs(torch)}")
         put_in_place(folder, [folder / name for name in SHA256])
@@ -258,37 +280,63 @@ def what_differs(torch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 VALIDATION_SHARE, MAX_VALIDATION_TOKENS = 10, 10 * 2**20 + 1  # one more than FineWeb's: targets are shifted by one
-LEAST_SEQUENCE = 2048  # the CPU track's
-ENOUGH_VALIDATION = 2**18  # what the CPU track validates on
+SEQUENCE_LENGTH, BATCH_TOKENS, ENOUGH_VALIDATION = 1024, 2048, 2**18  # of the CPU track
+LEAST_VALIDATION, LEAST_TRAINING = SEQUENCE_LENGTH + 1, BATCH_TOKENS + 1
 
 
 def make_from_text(source, folder):
     """Turn every text file below source into shards named after their folder, and say how to train on them."""
     documents = text_files(source)
     total = sum(1 + end for _, _, end in documents)
-    validation_tokens = min(total // VALIDATION_SHARE, MAX_VALIDATION_TOKENS)
-    if validation_tokens <= LEAST_SEQUENCE:
-        least = VALIDATION_SHARE * (LEAST_SEQUENCE + 1)
-        raise Problem(f"{source}: {total} bytes of text in {len(documents)} files; at least {least} are needed")
+    if total < LEAST_TRAINING + LEAST_VALIDATION:
+        raise Problem(
+            f"--text {source}: {total - len(documents):,} bytes of text in {len(documents):,} files;"
+            f" {LEAST_TRAINING + LEAST_VALIDATION:,} are the least that can be trained on"
+        )
+    validation_tokens = min(max(total // VALIDATION_SHARE, LEAST_VALIDATION), MAX_VALIDATION_TOKENS)
     training, validation = cut(documents, total - validation_tokens)
+    warn_of_twins(training, validation)
     shards = {folder / f"{folder.name}_val_000000.bin": validation}
     while training:
-        shard, training = cut(training, MAX_SHARD_TOKENS)
+        shard, training = cut(training, MAX_SHARD_TOKENS // PIECE_TOKENS * (PIECE_TOKENS - 1))
         shards[folder / f"{folder.name}_train_{len(shards):06d}.bin"] = shard
     with one_process(folder):
         try:
-            tokens = [write_shard(path, (read(*document) for document in shards[path])) for path in shards]
+            tokens = [
+                write_shard(path, (read(*document) for document in shards[path]), training=index > 0)
+                for index, path in enumerate(shards)
+            ]
             put_in_place(folder, shards)
         finally:
             remove_temporaries(folder)
-    print(f"{folder}: {len(documents)} documents, {sum(tokens[1:]):,} training and {tokens[0]:,} validation tokens")
+    print(f"{folder}: {len(documents):,} documents, {sum(tokens[1:]):,} training and {tokens[0]:,} validation tokens")
     print(training_command(folder, tokens[0]))
+
+
+def warn_of_twins(training, validation):
+    """Say which validation files are also training files: their loss would be that of text learned by heart."""
+    sizes = {path.stat().st_size for path, _, _ in training} & {path.stat().st_size for path, _, _ in validation}
+    known = {}
+    for path, _, _ in training:
+        if path.stat().st_size in sizes:
+            known.setdefault(sha256_of(path), path)
+    twins = [
+        path for path, _, _ in validation if path.stat().st_size in sizes and known.get(sha256_of(path), path) != path
+    ]
+    if twins:
+        others = f" and {len(twins) - 1:,} more" * (len(twins) > 1)
+        print(
+            f"warning: {twins[0]}{others} in validation, with the same bytes as files in training:"
+            " the validation loss will be too low",
+            file=sys.stderr,
+        )
 
 
 def text_files(source):
     """(path, 0, size) of every text file below source, shuffled once and for all by the sha256 of its name."""
     if not source.is_dir():
-        raise Problem(f"--text {source}: no such folder")
+        what = "a file; give the folder that it is in" if source.exists() else "no such folder"
+        raise Problem(f"--text {source}: {what}")
     documents, left_out = [], 0
     for parent, folders, names in os.walk(source, onerror=raise_it):
         entered = [name for name in folders if not name.startswith(".") and not os.path.islink(Path(parent, name))]
@@ -339,14 +387,14 @@ def read(path, start, end):
 
 
 def training_command(folder, validation_tokens):
-    """How to train on these shards; a power of two is whole sequences for every sequence length up to it."""
-    whole = 2 ** ((validation_tokens - 1).bit_length() - 1)
+    """How to train on these shards, from the repository's root."""
+    whole_sequences = (validation_tokens - 1) // SEQUENCE_LENGTH * SEQUENCE_LENGTH
     root = HERE.parent
     shown = Path(glob.escape(str(folder.relative_to(root) if folder.is_relative_to(root) else folder)))
     files = {key: shlex.quote(str(shown / f"{glob.escape(folder.name)}_{key}_*.bin")) for key in ("train", "val")}
     return (
-        f"python train_gpt.py --train_files {files['train']} --val_files {files['val']}"
-        f" --val_tokens {min(whole, ENOUGH_VALIDATION)} --vocab_size 257 --document_token {DOCUMENT_TOKEN}"
+        f"./run.sh --train_files {files['train']} --val_files {files['val']}"
+        f" --val_tokens {min(whole_sequences, ENOUGH_VALIDATION)} --vocab_size 257 --document_token {DOCUMENT_TOKEN}"
     )
 
 

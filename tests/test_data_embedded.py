@@ -51,10 +51,41 @@ def tokens_of(path):
     return tokens
 
 
+def pieces_by_hand(documents):
+    """The tokens of a training shard of these documents, by a plain loop over them."""
+    pieces, piece = [], [256]
+    for document in documents:
+        for token in [256, *document]:
+            if len(piece) == 256:
+                pieces.append(piece)
+                piece = [256]
+            piece.append(token)
+    last = [] if len(piece) == 256 else piece
+    if not last:
+        pieces.append(piece)
+    order = np.random.RandomState(0).permutation(len(pieces))
+    return [token for number in order for token in pieces[number]] + last
+
+
+def unshuffled(path):
+    """The stream of tokens that a training shard was cut from."""
+    tokens = tokens_of(path)
+    full = len(tokens) // 256
+    pieces = tokens[: full * 256].reshape(full, 256)
+    in_order = np.empty_like(pieces)
+    in_order[np.random.RandomState(0).permutation(full)] = pieces
+    assert (pieces[:, 0] == 256).all() and (tokens[full * 256 :: 256] == 256).all()
+    return np.concatenate([in_order[:, 1:].ravel(), tokens[full * 256 + 1 :]])
+
+
 def documents_of(*paths):
     """The documents of shards as bytes: what stands between the document tokens."""
-    tokens = np.concatenate([tokens_of(path) for path in paths])
-    assert tokens[0] == 256
+    return split_documents(*(unshuffled(path) if "_train_" in path.name else tokens_of(path) for path in paths))
+
+
+def split_documents(*streams):
+    assert all(stream[0] == 256 for stream in streams)
+    tokens = np.concatenate(streams)
     return [piece[1:].astype(np.uint8).tobytes() for piece in np.split(tokens, np.flatnonzero(tokens == 256)[1:])]
 
 
@@ -101,6 +132,12 @@ def test_the_corpus_is_what_the_design_says_of_the_wheel(corpus):
     assert (len(training), sum(map(len, training))) == (1952, 37_952_154)
     assert documents_of(corpus / VAL) == validation
     assert documents_of(corpus / TRAIN) == training
+    assert tokens_of(corpus / TRAIN).tolist() == pieces_by_hand(training)
+
+
+def test_the_shards_have_the_sha256_that_the_script_states(corpus):
+    stated = re.findall(r'"(embedded_\w+\.bin)": "([0-9a-f]{64})"', SCRIPT.read_text())
+    assert dict(stated) == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in corpus.iterdir()}
 
 
 def test_nothing_but_the_two_shards_is_left(corpus):
@@ -243,8 +280,8 @@ def write_texts(folder, count, size=3000):
 def command_of(result):
     """The arguments of the command that the script prints, as a shell would see them."""
     words = shlex.split(result.stdout.splitlines()[-1])
-    assert words[:2] == ["python", "train_gpt.py"]
-    return dict(zip(words[2::2], words[3::2], strict=True))
+    assert words[0] == "./run.sh"
+    return dict(zip(words[1::2], words[2::2], strict=True))
 
 
 def test_every_file_becomes_a_document_and_the_last_tenth_is_validation(script, tmp_path):
@@ -280,8 +317,8 @@ def test_the_printed_command_finds_the_shards_and_its_val_tokens_fit(script, tmp
             [f"{out.name}_val_000000.bin"],
         ]
         val_tokens, there = int(command["--val_tokens"]), len(tokens_of(out / f"{out.name}_val_000000.bin"))
-        assert there // 2 - 1 < val_tokens <= there - 1
-        assert val_tokens % 2048 == 0
+        assert val_tokens % 1024 == 0
+        assert val_tokens < there <= val_tokens + 1024
         assert (command["--vocab_size"], command["--document_token"]) == ("257", "256")
 
 
@@ -304,9 +341,11 @@ def test_long_text_becomes_several_shards_and_a_later_call_with_less_leaves_none
     folder = script.parent / "texts"
     shards = sorted(folder.glob("texts_train_*.bin"))
     assert [path.name[-10:] for path in shards] == [f"{number:06d}.bin" for number in range(1, 6)]
-    assert all(len(tokens_of(path)) == 25_000 for path in shards[:-1])
+    assert all(25_000 - 2 * 256 < len(tokens_of(path)) <= 25_000 for path in shards[:-1])
     assert b"".join(documents_of(*shards, folder / "texts_val_000000.bin")) == b"".join(texts)
-    assert all(tokens_of(path)[0] == 256 for path in shards)
+    for path in shards:
+        documents = split_documents(unshuffled(path))
+        assert tokens_of(path).tolist() == pieces_by_hand(documents)
     assert run(script, "--text", tmp_path / "texts").returncode == 0
     assert sorted(os.listdir(folder)) == ["texts_train_000001.bin", "texts_val_000000.bin"]
 
@@ -347,13 +386,37 @@ def test_text_that_cannot_become_shards_is_reported(script, tmp_path):
     (tmp_path / "little" / "note").write_text("hello")
     (tmp_path / "embedded").mkdir()
     assert_one_line(run(script, "--text", tmp_path / "nowhere"), "nowhere", "no such folder")
-    assert_one_line(run(script, "--text", tmp_path / "little" / "note"), "note", "no such folder")
+    assert_one_line(run(script, "--text", tmp_path / "little" / "note"), "note", "a file", "the folder")
     assert_one_line(run(script, "--text", tmp_path / "empty"), "empty", "no text file")
-    assert_one_line(run(script, "--text", tmp_path / "little"), "little", "6 bytes", "20490")
+    assert_one_line(run(script, "--text", tmp_path / "little"), "little", "5 bytes", "3,074")
     assert_one_line(run(script, "--text", tmp_path / "embedded"), "embedded", "--out")
     assert_one_line(run(script, "--out", tmp_path / "out"), "--out", "--text")
     assert_one_line(run(script, "--nonsense"), "--nonsense")
     assert os.listdir(script.parent) == [script.name]
+
+
+@pytest.mark.parametrize(("size", "val_tokens"), [(3_073, "1024"), (10_300, "1024"), (25_000, "2048")])
+def test_a_small_folder_gets_shards_that_hold_a_batch_and_a_sequence_to_validate_on(script, tmp_path, size, val_tokens):
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "note").write_bytes(b"x" * size)
+    result = run(script, "--text", tmp_path / "small")
+    assert result.returncode == 0, result.stderr
+    assert command_of(result)["--val_tokens"] == val_tokens
+    assert len(tokens_of(script.parent / "small" / "small_train_000001.bin")) > 2048
+    assert len(tokens_of(script.parent / "small" / "small_val_000000.bin")) > int(val_tokens)
+
+
+def test_files_that_are_both_in_training_and_validation_get_a_warning(script, tmp_path):
+    write_texts(tmp_path / "texts", 40)
+    assert run(script, "--text", tmp_path / "texts").stderr == ""
+    shutil.copytree(tmp_path / "texts", tmp_path / "texts" / "copy")
+    result = run(script, "--text", tmp_path / "texts")
+    assert result.returncode == 0
+    assert_one_line(result, "warning", "the same bytes", code=0)
+    validation = documents_of(script.parent / "texts" / "texts_val_000000.bin")
+    training = documents_of(script.parent / "texts" / "texts_train_000001.bin")
+    both = sum(text in training for text in validation)
+    assert f" and {both - 1} more" in result.stderr or f" and {both} more" in result.stderr  # one may be divided
 
 
 @given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 300))
