@@ -39,7 +39,8 @@ def fault_of(path: Path, largest_token: int | None = None) -> str | None:
             import numpy as np
 
             file.seek(HEADER_BYTES)
-            largest = max(np.frombuffer(chunk, "<u2").max() for chunk in iter(lambda: file.read(2**24), b""))
+            chunks = iter(lambda: file.read(2**24), b"")
+            largest = max((np.frombuffer(chunk, "<u2").max() for chunk in chunks), default=0)
             if largest > largest_token:
                 return f"bad: token {largest} is beyond the last of the vocabulary, {largest_token}; remove the file"
     return None

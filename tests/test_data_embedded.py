@@ -6,7 +6,6 @@ import fcntl
 import glob
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shlex
@@ -19,16 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 SCRIPT = DATA / "embedded_corpus.py"
 TRAIN, VAL = "embedded_train_000001.bin", "embedded_val_000000.bin"
 
-spec = importlib.util.spec_from_file_location("embedded_corpus", SCRIPT)
-embedded_corpus = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(embedded_corpus)
+sys.path.insert(0, str(DATA))
+import embedded_corpus  # noqa: E402
 
 
 def run(script, *args, flags=(), prefix=(), **env):
@@ -60,8 +58,8 @@ def pieces_by_hand(documents):
                 pieces.append(piece)
                 piece = [256]
             piece.append(token)
-    last = [] if len(piece) == 256 else piece
-    if not last:
+    last = piece if 1 < len(piece) < 256 else []
+    if len(piece) == 256:
         pieces.append(piece)
     order = np.random.RandomState(0).permutation(len(pieces))
     return [token for number in order for token in pieces[number]] + last
@@ -91,18 +89,28 @@ def split_documents(*streams):
 
 @pytest.fixture
 def script(tmp_path):
-    """A copy of the script alone in a data folder of its own, so that no test touches the user's shards."""
-    (tmp_path / "data").mkdir()
-    return Path(shutil.copy(SCRIPT, tmp_path / "data"))
+    """A copy of the script in a data folder of its own, so that no test touches the user's shards."""
+    return copy_script(tmp_path / "data")
+
+
+def copy_script(folder):
+    folder.mkdir()
+    shutil.copy(DATA / "shards.py", folder)
+    return Path(shutil.copy(SCRIPT, folder))
+
+
+def content(folder):
+    """Everything in the folder, hidden files too, except for the lock, which stays."""
+    return sorted(set(os.listdir(folder)) - {".lock"})
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """The default corpus, made once."""
-    folder = tmp_path_factory.mktemp("data")
-    result = run(shutil.copy(SCRIPT, folder))
+    script = copy_script(tmp_path_factory.mktemp("house") / "data")
+    result = run(script)
     assert result.returncode == 0, result.stderr
-    return folder / "embedded"
+    return script.parent / "embedded"
 
 
 @pytest.fixture
@@ -111,9 +119,9 @@ def with_corpus(script, corpus):
     return script
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # The default corpus
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_corpus_is_what_the_design_says_of_the_wheel(corpus):
@@ -137,11 +145,11 @@ def test_the_corpus_is_what_the_design_says_of_the_wheel(corpus):
 
 def test_the_shards_have_the_sha256_that_the_script_states(corpus):
     stated = re.findall(r'"(embedded_\w+\.bin)": "([0-9a-f]{64})"', SCRIPT.read_text())
-    assert dict(stated) == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in corpus.iterdir()}
+    assert dict(stated) == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in corpus.glob("*.bin")}
 
 
 def test_nothing_but_the_two_shards_is_left(corpus):
-    assert sorted(os.listdir(corpus)) == [TRAIN, VAL]
+    assert content(corpus) == [TRAIN, VAL]
 
 
 def test_good_shards_are_checked_without_torch_and_not_touched(with_corpus):
@@ -164,10 +172,10 @@ def test_one_wrong_byte_is_noticed_and_the_shard_made_again(with_corpus, corpus,
 
 def test_what_a_killed_process_left_is_cleared_away(with_corpus):
     folder = with_corpus.parent / "embedded"
-    (folder / TRAIN).rename(folder / f".{TRAIN}.tmp")
-    (folder / ".lock").write_text("")
+    (folder / ".unfinished").mkdir()
+    (folder / TRAIN).rename(folder / ".unfinished" / TRAIN)
     assert run(with_corpus).returncode == 0
-    assert sorted(os.listdir(folder)) == [TRAIN, VAL]
+    assert content(folder) == [TRAIN, VAL]
 
 
 def test_of_several_processes_one_makes_the_corpus_and_the_others_wait(script):
@@ -176,28 +184,17 @@ def test_of_several_processes_one_makes_the_corpus_and_the_others_wait(script):
     errors = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], errors
     assert all(re.fullmatch("(another process is at work in .*: waiting for it\n)?", error) for error in errors)
-    assert sorted(os.listdir(script.parent / "embedded")) == [TRAIN, VAL]
+    assert content(script.parent / "embedded") == [TRAIN, VAL]
 
 
-def test_a_lock_on_a_file_that_was_removed_meanwhile_does_not_count(script, tmp_path):
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_make_no_difference(with_corpus, tmp_path, closed):
+    prefix = ["sh", "-c", f'exec "$@" {closed}', "sh"]
     write_texts(tmp_path / "texts", 20)
-    path = script.parent / "texts" / ".lock"
-    path.parent.mkdir()
-    with open(path, "w") as first:
-        fcntl.flock(first, fcntl.LOCK_EX)
-        line = [sys.executable, str(script), "--text", str(tmp_path / "texts")]
-        process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        assert "waiting for it" in process.stderr.readline()
-        path.unlink()
-        with open(path, "w") as second:
-            fcntl.flock(second, fcntl.LOCK_EX)
-            first.close()
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.communicate(timeout=2)
-            assert os.listdir(path.parent) == [".lock"]
-    process.communicate(timeout=20)
-    assert process.returncode == 0
-    assert sorted(os.listdir(path.parent)) == ["texts_train_000001.bin", "texts_val_000000.bin"]
+    assert run(with_corpus, prefix=prefix).returncode == 0
+    assert run(with_corpus, "--text", tmp_path / "texts", prefix=prefix).returncode == 0
+    assert run(with_corpus, "--text", tmp_path / "nowhere", prefix=prefix).returncode == 2
+    assert len(tokens_of(with_corpus.parent / "texts" / "texts_val_000000.bin")) > 6000
 
 
 def test_ctrl_c_ends_in_one_line(script):
@@ -228,9 +225,11 @@ def fake_torch(folder, version, files):
 
 
 def test_line_ends_of_a_windows_wheel_make_no_difference(tmp_path):
-    fake_torch(tmp_path, "2.13.0", {"torch/a.py": (b"a\r\nb\r\n", b""), "torch/b.py": (b"", b"")})
+    fake_torch(tmp_path, "2.13.0", {"torch/a.py": (b"a\r\nb\r\n", b"a\r\nb\r\n"), "torch/b.py": (b"", b"")})
     torch = importlib.metadata.Distribution.at(tmp_path / "torch-2.13.0.dist-info")
-    assert embedded_corpus.torch_documents(torch) == [(hashlib.sha256(b"torch/a.py").digest(), b"a\nb\n")]
+    documents, changed = embedded_corpus.torch_documents(torch)
+    assert documents == [(hashlib.sha256(b"torch/a.py").digest(), b"a\nb\n")]
+    assert changed == []
 
 
 def test_a_torch_that_is_missing_or_another_version_is_reported(script, tmp_path):
@@ -243,26 +242,27 @@ def test_a_torch_that_is_missing_or_another_version_is_reported(script, tmp_path
 
 @pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cu130"])
 def test_a_changed_or_missing_source_file_is_named(script, tmp_path, build):
-    files = {"torch/a.py": (b"a", b"a"), "torch/b.py": (b"changed", b"b"), "torch/c.py": (None, b"c")}
-    result = run(script, **fake_torch(tmp_path / "torch", build, files))
-    assert_one_line(result, "torch/b.py and 1 more changed or missing", "--force-reinstall")
-    assert os.listdir(script.parent / "embedded") == []
+    for content_of_b in (b"changed", None):
+        files = {"torch/a.py": (b"a" * 3000, b"a" * 3000), "torch/b.py": (content_of_b, b"b")}
+        result = run(script, **fake_torch(tmp_path / str(content_of_b), build, files))
+        assert_one_line(result, "torch/b.py", "is not as published", "--force-reinstall")
+        assert content(script.parent / "embedded") == []
 
 
 def test_a_torch_with_other_files_is_reported(script, tmp_path):
     env = fake_torch(tmp_path / "torch", "2.13.0", {"torch/a.py": (b"a", b"a")})
-    assert_one_line(run(script, **env), "RECORD lists other files", "--force-reinstall")
+    assert_one_line(run(script, **env), "other files", "--force-reinstall")
 
 
 def test_a_disk_that_fills_up_ends_in_one_line_and_leaves_nothing(script):
     result = run(script, prefix=["sh", "-c", 'ulimit -f 20000; exec "$@"', "sh"])  # 10 MB
     assert_one_line(result, TRAIN, "File too large", "free some space")
-    assert os.listdir(script.parent / "embedded") == []
+    assert content(script.parent / "embedded") == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Anybody's text
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 
 
 def write_texts(folder, count, size=3000):
@@ -289,7 +289,7 @@ def test_every_file_becomes_a_document_and_the_last_tenth_is_validation(script, 
     result = run(script, "--text", tmp_path / "my texts")
     assert result.returncode == 0, result.stderr
     folder = script.parent / "my_texts"
-    assert sorted(os.listdir(folder)) == ["my_texts_train_000001.bin", "my_texts_val_000000.bin"]
+    assert content(folder) == ["my_texts_train_000001.bin", "my_texts_val_000000.bin"]
     training = documents_of(folder / "my_texts_train_000001.bin")
     validation = documents_of(folder / "my_texts_val_000000.bin")
     assert len(tokens_of(folder / "my_texts_val_000000.bin")) in (12_004, 12_005)  # one more if a document is divided
@@ -336,7 +336,7 @@ def test_a_single_document_is_divided(script, tmp_path):
 def test_long_text_becomes_several_shards_and_a_later_call_with_less_leaves_none_behind(script, tmp_path):
     texts = write_texts(tmp_path / "texts", 40)
     lines = f"import sys; sys.path.insert(0, {str(script.parent)!r}); import embedded_corpus as it; "
-    lines += "it.MAX_SHARD_TOKENS = 25_000; it.run_script(it.main)"
+    lines += "it.MAX_SHARD_TOKENS = 25_000; it.run(it.main)"
     subprocess.run([sys.executable, "-c", lines, "--text", str(tmp_path / "texts")], check=True, capture_output=True)
     folder = script.parent / "texts"
     shards = sorted(folder.glob("texts_train_*.bin"))
@@ -347,7 +347,7 @@ def test_long_text_becomes_several_shards_and_a_later_call_with_less_leaves_none
         documents = split_documents(unshuffled(path))
         assert tokens_of(path).tolist() == pieces_by_hand(documents)
     assert run(script, "--text", tmp_path / "texts").returncode == 0
-    assert sorted(os.listdir(folder)) == ["texts_train_000001.bin", "texts_val_000000.bin"]
+    assert content(folder) == ["texts_train_000001.bin", "texts_val_000000.bin"]
 
 
 def test_what_is_no_text_is_left_out_and_counted(script, tmp_path):
@@ -365,7 +365,7 @@ def test_what_is_no_text_is_left_out_and_counted(script, tmp_path):
     result = run(script, "--text", tmp_path / "texts")
     assert result.returncode == 0, result.stderr
     assert "left out 8 of 48" in result.stdout
-    assert b"".join(documents_of(*sorted((script.parent / "texts").iterdir()))) == b"".join(texts)
+    assert b"".join(documents_of(*sorted((script.parent / "texts").glob("*.bin")))) == b"".join(texts)
 
 
 def test_a_file_that_may_not_be_read_is_named(script, tmp_path):
@@ -392,7 +392,7 @@ def test_text_that_cannot_become_shards_is_reported(script, tmp_path):
     assert_one_line(run(script, "--text", tmp_path / "embedded"), "embedded", "--out")
     assert_one_line(run(script, "--out", tmp_path / "out"), "--out", "--text")
     assert_one_line(run(script, "--nonsense"), "--nonsense")
-    assert os.listdir(script.parent) == [script.name]
+    assert {path.name for path in script.parent.iterdir()} <= {script.name, "shards.py", "__pycache__"}
 
 
 @pytest.mark.parametrize(("size", "val_tokens"), [(3_073, "1024"), (10_300, "1024"), (25_000, "2048")])
@@ -417,6 +417,13 @@ def test_files_that_are_both_in_training_and_validation_get_a_warning(script, tm
     training = documents_of(script.parent / "texts" / "texts_train_000001.bin")
     both = sum(text in training for text in validation)
     assert f" and {both - 1} more" in result.stderr or f" and {both} more" in result.stderr  # one may be divided
+
+
+@given(st.lists(st.binary(min_size=1, max_size=600), max_size=5))
+@example([b"x" * 254])  # one full piece and nothing left
+def test_pieces_are_those_of_a_plain_loop_whatever_the_lengths(documents):
+    stream = embedded_corpus.stream_of([document] for document in documents)
+    assert embedded_corpus.shuffled_pieces(stream).tolist() == pieces_by_hand(documents)
 
 
 @given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 300))
