@@ -50,17 +50,10 @@ def tokens_of(path):
 
 
 def pieces_by_hand(documents):
-    """The tokens of a training shard of these documents, by a plain loop over them."""
-    pieces, piece = [], [256]
-    for document in documents:
-        for token in [256, *document]:
-            if len(piece) == 256:
-                pieces.append(piece)
-                piece = [256]
-            piece.append(token)
-    last = piece if 1 < len(piece) < 256 else []
-    if len(piece) == 256:
-        pieces.append(piece)
+    """The tokens of a training shard of these documents, by plain loops over them."""
+    stream = [token for document in documents for token in [256, *document]]
+    pieces = [[256, *stream[start : start + 255]] for start in range(0, len(stream), 255)]
+    last = pieces.pop() if pieces and len(pieces[-1]) < 256 else []
     order = np.random.RandomState(0).permutation(len(pieces))
     return [token for number in order for token in pieces[number]] + last
 
@@ -78,10 +71,7 @@ def unshuffled(path):
 
 def documents_of(*paths):
     """The documents of shards as bytes: what stands between the document tokens."""
-    return split_documents(*(unshuffled(path) if "_train_" in path.name else tokens_of(path) for path in paths))
-
-
-def split_documents(*streams):
+    streams = [unshuffled(path) if "_train_" in path.name else tokens_of(path) for path in paths]
     assert all(stream[0] == 256 for stream in streams)
     tokens = np.concatenate(streams)
     return [piece[1:].astype(np.uint8).tobytes() for piece in np.split(tokens, np.flatnonzero(tokens == 256)[1:])]
@@ -344,8 +334,7 @@ def test_long_text_becomes_several_shards_and_a_later_call_with_less_leaves_none
     assert all(25_000 - 2 * 256 < len(tokens_of(path)) <= 25_000 for path in shards[:-1])
     assert b"".join(documents_of(*shards, folder / "texts_val_000000.bin")) == b"".join(texts)
     for path in shards:
-        documents = split_documents(unshuffled(path))
-        assert tokens_of(path).tolist() == pieces_by_hand(documents)
+        assert tokens_of(path).tolist() == pieces_by_hand(documents_of(path))
     assert run(script, "--text", tmp_path / "texts").returncode == 0
     assert content(folder) == ["texts_train_000001.bin", "texts_val_000000.bin"]
 
