@@ -242,7 +242,7 @@ class DistributedDataLoader:
 
 
 # ---- Attention: who sees whom, and two ways to compute it ------------------------------------------------------------
-# Shape suffixes: T tokens, H heads, D head channels, C model channels, N blocks, B tokens per block, W per window, S
+# Shape suffixes: T tokens, H heads, D channels per head, C of the model, N blocks, B tokens per block, W per window.
 # A token sees itself and the tokens before it that are in its document and in the last `window_blocks` blocks. For a
 # sequence of 7 blocks, two documents that meet inside block 3, and a window of 3 blocks (rows: queries, columns: keys):
 #         0 1 2 3 4 5 6
@@ -344,7 +344,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin_T1D", torch.cat([angle.sin(), -angle.sin()], 1)[:, None], persistent=False)
 
     def forward(self, x_THD: Tensor) -> Tensor:
-        length = min(len(x_THD), len(self.cos_T1D))  # positions start again with each sequence
+        length = min(len(x_THD), len(self.cos_T1D))  # S sequences side by side: each has positions of its own
         x_STHD = x_THD.float().unflatten(0, (-1, length))
         partner = x_STHD.roll(x_THD.size(-1) // 2, dims=-1)
         return (x_STHD * self.cos_T1D[:length] + partner * self.sin_T1D[:length]).type_as(x_THD).flatten(0, 1)
