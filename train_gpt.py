@@ -127,7 +127,7 @@ def make_settings(flags: dict, processes: int, on_gpu: bool, saved: dict | None 
         raise UserError(f"another script's checkpoint: it differs in {', '.join(sorted(about.keys() ^ saved.keys()))}")
     elif fixed := [name for name in flags if not about[name]["free"] and flags[name] != saved[name]]:
         raise UserError(f"--{fixed[0]} {flags[fixed[0]]}: a resumed run cannot change it, it was {saved[fixed[0]]}")
-    s = Settings(**base | flags)
+    s = Settings(**base | flags | {"resume": ""})  # of no use to a run that continues this one
     if s.dtype == "auto":  # bfloat16 where the hardware multiplies it faster than float32, as GPUs from sm_80 on do
         fast = on_gpu or any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
         s = replace(s, dtype="bfloat16" if fast else "float32")
@@ -774,9 +774,9 @@ class Run:
         self.about, self.folder = dict(run_id=run_id, source=SOURCE, data=data), Path(s.checkpoint_dir) / run_id
         name = torch.cuda.get_device_name() if world.on_gpu else torch.cpu.get_capabilities().get("cpu_name", "CPU")
         self.hardware = f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads per process"
-        facts = dict(python=one_line(sys.version), torch=torch.__version__, cuda=torch.version.cuda)
-        facts |= dict(hardware=self.hardware, world_size=world.size, seed=s.seed, settings=json.dumps(asdict(s)))
-        facts |= dict(data=json.dumps(data), smi=os.popen("nvidia-smi").read() if world.on_gpu and not world.rank else "")
+        facts = dict(python=sys.version, torch=torch.__version__, cuda=torch.version.cuda, hardware=self.hardware)
+        facts |= dict(world_size=world.size, seed=s.seed, settings=json.dumps(asdict(s)), data=json.dumps(data))
+        facts |= dict(smi=os.popen("nvidia-smi").read()) if world.on_gpu and world.rank == 0 else {}
         self.log = RunLog(Path(s.log_dir) / f"{run_id}.txt", facts, world)
         if s.save_every and world.rank == 0:  # find out now, not at the first save, whether it is writable
             self.folder.mkdir(parents=True, exist_ok=True)
