@@ -96,7 +96,7 @@ class Settings:
     timeout: int = setting(600, "seconds to wait for another process", (1, 10**6), free=True)
     log_dir: str = setting("logs", "folder for logs", ANY, free=True)
     checkpoint_dir: str = setting("checkpoints", "folder for checkpoints", ANY, free=True)
-    save_every: int = setting(0, "steps between checkpoints; 0: only when stopped", (0, 10**6), 900, True)
+    save_every: int = setting(0, "steps between checkpoints; 0: only when stopped", (0, 10**6), 10**6, True)
     resume: str = setting("", "checkpoint to continue; latest: of the run that saved last, if any", ANY, free=True)
 
 
