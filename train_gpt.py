@@ -93,7 +93,7 @@ class Settings:
     coordinate_descent: bool = setting(False, "tune Inductor's kernels; takes many minutes more", ANY, free=True)
     recompute: bool = setting(False, "save memory: recompute cheap operations in the backward pass", ANY, free=True)
     kernel_warmup_steps: int = setting(10, "steps on made-up data before the clock starts", (1, 1000), cpu=1, free=True)
-    timeout: int = setting(600, "seconds to wait for another process", (1, 10**6), free=True)
+    collective_timeout: int = setting(600, "seconds to wait for another process", (1, 10**6), free=True)
     log_dir: str = setting("logs", "folder for logs", ANY, free=True)
     checkpoint_dir: str = setting("checkpoints", "folder for checkpoints", ANY, free=True)
     save_every: int = setting(0, "steps between checkpoints; 0: only when stopped", (0, 10**6), 10**6, True)
@@ -873,7 +873,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = None
     try:
         flags = parse_flags(sys.argv[1:] if arguments is None else arguments)
-        world = join_world(flags.get("timeout", Settings.timeout))
+        world = join_world(flags.get("collective_timeout", Settings.collective_timeout))
         run = Run(world, flags)
         run.train()
         if world.size > 1:
