@@ -670,6 +670,8 @@ class Trainer:
         for state in [*self.adam.state.values(), *self.muon.param_groups]:
             for name in state.keys() & {"step", "exp_avg", "exp_avg_sq", "buffer"}:
                 state[name].zero_()
+        if self.world.on_gpu:
+            torch.cuda.synchronize()  # before the clock starts
 
     def state(self) -> dict:
         """All that the next step depends on, for any number of processes; every process must take part."""
@@ -693,10 +695,8 @@ class Trainer:
 
 # ---- The record of the run: clock, log, checkpoints ------------------------------------------------------------------
 class RunLog:
-    """logs/<id>.txt, the console, and the clock, which stops for validation and checkpoints. Rank 0 writes.
-
-    A line is on disk at once, and begins with its line break: a torn one never runs into the next.
-    """
+    """logs/<id>.txt, the console, and the clock, which stops for validation and checkpoints. Rank 0 writes. A line is on
+    disk at once, and begins with its line break, so that a torn one never runs into the next."""
 
     def __init__(self, path: Path, facts: dict, world: World):
         self.path, self.world, self.lost_bytes, self.seconds, self.started = path, world, 0, 0.0, 0.0
