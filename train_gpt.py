@@ -675,7 +675,7 @@ class Trainer:
 
     def state(self) -> dict:
         """All that the next step depends on, for any number of processes; every process must take part."""
-        if any(param.isfinite().logical_not().any() for param in self.model.parameters()):
+        if not all(param.cpu().isfinite().all() for param in self.model.parameters()):
             raise UserError("a weight is not finite: lower the learning rates, or resume earlier", 1)
         names = {param: name for name, param in self.model.named_parameters()}
         adam = {f"{names[p]}.{key}": value for p, state in self.adam.state.items() for key, value in state.items()}
@@ -720,10 +720,12 @@ class RunLog:
             self.lost_bytes += len(line)
             with suppress(OSError):  # a full disk does not end the run
                 self.lost_bytes -= self.file.write(line)
-            with suppress(OSError):  # the console may be a closed pipe, or a file on a full disk
+            try:
                 if show:
-                    tqdm.write(one_line(text), file=sys.stdout)
+                    tqdm.write(line.decode().strip(), file=sys.stdout)
                     sys.stdout.flush()
+            except OSError:  # a closed pipe, or a file on a full disk: the rest goes nowhere
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def stop_clock(self) -> None:
         if self.world.on_gpu:
@@ -777,10 +779,10 @@ class Run:
         facts = dict(python=sys.version, torch=torch.__version__, cuda=torch.version.cuda, hardware=self.hardware)
         facts |= dict(world_size=world.size, seed=s.seed, settings=json.dumps(asdict(s)), data=json.dumps(data))
         facts |= dict(smi=os.popen("nvidia-smi").read()) if world.on_gpu and world.rank == 0 else {}
-        self.log = RunLog(Path(s.log_dir) / f"{run_id}.txt", facts, world)
         if s.save_every and world.rank == 0:  # find out now, not at the first save, whether it is writable
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "first.tmp").touch()
+        self.log = RunLog(Path(s.log_dir) / f"{run_id}.txt", facts, world)
 
     def on_signal(self, number: int, frame) -> None:
         """A signal lets the step finish. A second one ends the run at once, and so does one before the first step."""
@@ -802,10 +804,9 @@ class Run:
             changes = [f"{x} {saved['settings'][x]} -> {y}" for x, y in asdict(s).items() if saved["settings"][x] != y]
             for change in changes + ["the script"] * (saved["source"] != SOURCE):
                 log.note(f"changed on resume: {change}")
-        val_loss, track = self.loop(first_step), make_settings({}, 1, self.world.on_gpu)
+        val_loss, track = self.loop(first_step), make_settings({}, 1, self.world.on_gpu).num_iterations
         verdict = f"; target {s.target_loss} {'not ' * (not val_loss <= s.target_loss)}reached" if s.target_loss else ""
-        steps = f"{s.num_iterations} of the track's {track.num_iterations} steps"
-        log.note(f"validation loss {val_loss:.4f} after {steps}{verdict}")
+        log.note(f"validation loss {val_loss:.4f} after {s.num_iterations} of the track's {track} steps{verdict}")
         if self.world.on_gpu:
             allocated, reserved = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
             log.note(f"peak memory: {allocated} MiB allocated, {reserved} MiB reserved")
