@@ -695,8 +695,7 @@ class Trainer:
 
 # ---- The record of the run: clock, log, checkpoints ------------------------------------------------------------------
 class RunLog:
-    """logs/<id>.txt, the console, and the clock, which stops for validation and checkpoints. Rank 0 writes. A line is
-    on disk at once, and begins with its line break, so that a torn one never runs into the next."""
+    """logs/<id>.txt, the console and the clock, by rank 0. A line begins with its break: a torn one spoils no other."""
 
     def __init__(self, path: Path, facts: dict, world: World):
         self.path, self.world, self.lost_bytes, self.seconds, self.started = path, world, 0, 0.0, 0.0
