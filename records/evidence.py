@@ -19,7 +19,7 @@ NEIGHBOURHOOD = 0.1  # a final loss further than this from a target that was onl
 # These may differ within a record, and change on resume: they do not change what is trained, nor how it is judged.
 HARMLESS_SETTINGS = {"seed", "resume", "resume_anyway", "save_every", "log_dir", "checkpoint_dir", "collective_timeout"}
 SMOOTHING = 0.02  # of the steps, over which training losses are averaged; at least
-SMOOTHED_STEPS = 20  # so many
+SMOOTHED_STEPS = 50  # so many
 
 
 class Check(NamedTuple):
@@ -345,7 +345,8 @@ def track_title(entries: list[Entry]) -> str:
     entry = entries[0]
     files = next((log.data_files for log in entry.logs if log.data_files), [])
     data = f"data {entry.data} ({', '.join(files[:1])}{', ...' if files[1:] else ''})" if files else "data not named"
-    parts = [entry.record.track if entry.target_guessed else "", f"target {entry.target:g}", data, entry.dtype]
+    target = f"target {entry.target:g}" + (" (a guess)" if entry.doubt else "")
+    parts = [entry.record.track if entry.target_guessed else "", target, data, entry.dtype]
     return brief(", ".join(filter(None, parts)))
 
 

@@ -171,12 +171,11 @@ def find(name: str, home: Path) -> Path:
 
 def open_records(names: Iterable[str | Path], home: Path) -> list[Record]:
     """The records that a user names: each folder is a record or holds some; each log stands for itself."""
-    records = []
+    records, names = [], list(names)
     for name in names:
         path = find(str(name), home)
         if path.is_dir():
-            inside = os.path.abspath(path).startswith(os.path.abspath(home) + os.sep)
-            found = read_records(path, home if inside else Path(os.path.abspath(path)).parent)
+            found = read_records(path, where_names_start(path, home, several=len(names) > 1))
             if not found:
                 raise UserError(f"{shown(path)}: no record and no log in this folder")
             records += found
@@ -184,6 +183,14 @@ def open_records(names: Iterable[str | Path], home: Path) -> list[Record]:
             log = read_log(path)
             records.append(Record(name_of_log(log), None, None, [log]))
     return records
+
+
+def where_names_start(path: Path, home: Path, several: bool) -> Path:
+    """The folder that the names of the records in a folder are relative to: short, but a record keeps its own name."""
+    path, home = Path(os.path.abspath(path)), Path(os.path.abspath(home))
+    if home in path.parents:
+        return home
+    return path.parent if several or path.name[:1].isdigit() or log_files(path) else path
 
 
 def all_records(home: Path) -> list[Record]:

@@ -1,6 +1,7 @@
 "use strict";
 const tracks = JSON.parse(document.getElementById("curves").textContent);
 const LEFT = 52, RIGHT = 14, TOP = 12, BOTTOM = 40, HEIGHT = 340, MOST_TOLD = 6;
+const FIRST_PART = 0.2;  // of the steps, whose losses are far above the rest and would flatten it
 
 // ---- Drawing ---------------------------------------------------------------------------------------
 
@@ -43,6 +44,22 @@ function smoothed(points, weight) {
   });
 }
 
+function largest(values) {
+  return values.reduce((a, b) => Math.max(a, b), -Infinity);
+}
+
+function lastPart(points, from) {
+  const end = largest(points.map(point => point[0]));
+  return points.filter(point => point[0] >= from * end);
+}
+
+// The lowest and the highest loss to show.
+function viewOf(losses, target, log) {
+  const low = -largest([target, ...losses].map(loss => -loss)), high = largest([target, ...losses]);
+  const margin = 0.06 * (high - low) || 0.1;
+  return [log ? Math.max(low - margin, low / 2, 1e-3) : low - margin, high + margin];
+}
+
 function draw(figure, track, options) {
   const svg = figure.querySelector("svg"), column = figure.dataset.x === "step" ? 0 : 1;
   const width = Math.max(svg.clientWidth, 240);
@@ -50,9 +67,11 @@ function draw(figure, track, options) {
   svg.replaceChildren();
   const known = point => point[column] !== null && point[2] !== null && (!options.logX || point[column] > 0);
   const shown = track.lines.map((line, i) => options.hidden.has(i) ? [] : line.at.filter(known));
-  const all = shown.flat().map(point => point[column]);
-  const end = Math.max(...all, 0) || 1, start = options.logX ? Math.min(...all, end) : 0;
-  const [low, high] = [options.logY ? Math.max(track.view[0], 1e-3) : track.view[0], track.view[1]];
+  const training = track.lines.map((line, i) => shown[i].length ? line.training.filter(known) : []);
+  const late = track.lines.flatMap((_, i) => lastPart([...training[i], ...shown[i]], options.from));
+  const xs = (options.from > FIRST_PART || options.logX ? late : shown.flat()).map(point => point[column]);
+  const end = largest(xs) || 1, start = options.from > FIRST_PART || options.logX ? -largest(xs.map(x => -x)) : 0;
+  const [low, high] = viewOf(late.map(point => point[2]), track.target, options.logY);
   const x = axis(start === end ? end / 2 : start, end, LEFT, width - RIGHT, options.logX);
   const y = axis(low, high, HEIGHT - BOTTOM, TOP, options.logY);
   drawAxes(svg, width, x, y, [start, end, low, high], column, options);
@@ -65,11 +84,11 @@ function draw(figure, track, options) {
     const at = shown[i].map(point => [x(point[column]), y(point[2]), point]);
     const group = svgElement(plot, "g", {class: "line", style: `stroke:${line.colour}`});
     if (!at.length) return {line, group, at};
-    const edge = sign => shown[i].map(p => [x(p[column]), y(Math.max(p[2] + sign * (p[3] ?? 0), options.logY ? 1e-9 : -1e9))]);
+    const edge = sign => shown[i].map(p => [x(p[column]), y(Math.max(p[2] + sign * (p[3] ?? 0), low / 2))]);
     svgElement(group, "polygon", {points: points([...edge(1), ...edge(-1).reverse()]), style: `fill:${line.colour}`});
-    const training = smoothed(line.training.filter(known), options.smooth);
-    if (training.length) {
-      svgElement(group, "polyline", {class: "training", points: points(training.map(p => [x(p[column]), y(p[2])]))});
+    if (training[i].length) {
+      const smooth = smoothed(training[i], options.smooth).map(p => [x(p[column]), y(p[2])]);
+      svgElement(group, "polyline", {class: "training", points: points(smooth)});
     }
     const lone = at.length === 1;  // a line with one point would not be seen
     svgElement(group, "polyline", {class: lone ? "lone" : "mean", points: points(lone ? [at[0], at[0]] : at)});
@@ -114,18 +133,21 @@ function answerPointer(figure, svg, lines, hair) {
       return {...entry, point, away: Math.hypot(point[0] - px, point[1] - py)};
     });
     near.sort((a, b) => a.away - b.away);
-    const told = near.slice(0, MOST_TOLD).sort((a, b) => a.point[1] - b.point[1]);
+    const told = near.slice(0, box.width < 500 ? 2 : MOST_TOLD).sort((a, b) => a.point[1] - b.point[1]);
     svg.classList.toggle("pointed", lines.length > MOST_TOLD);
     for (const {group} of lines) group.classList.toggle("near", told.some(entry => entry.group === group));
     dots.splice(0).forEach(dot => dot.remove());
     tip.replaceChildren();
     for (const {line, point} of told) {
-      if (point[1] >= 0) dots.push(svgElement(svg, "circle", {r: 4, cx: point[0], cy: point[1], style: `fill:${line.colour}`}));
+      const dot = {r: 4, cx: point[0], cy: point[1], style: `fill:${line.colour}`};
+      if (point[1] >= 0 && point[0] >= LEFT) dots.push(svgElement(svg, "circle", dot));
       const row = tip.appendChild(document.createElement("div"));
       row.appendChild(document.createElement("i")).style.background = line.colour;
       row.append(`${line.name}: ${describe(point[2])}`);
     }
-    if (near.length > told.length) tip.appendChild(document.createElement("div")).append(`the nearest of ${near.length}`);
+    if (near.length > told.length) {
+      tip.appendChild(document.createElement("div")).append(`the nearest of ${near.length}`);
+    }
     hair.setAttribute("x1", px);
     hair.setAttribute("x2", px);
     hair.setAttribute("visibility", "visible");
@@ -167,7 +189,7 @@ function makeSortable(table) {
 for (const section of document.querySelectorAll("section[data-track]")) {
   const track = tracks[section.dataset.track], rows = [...section.querySelectorAll("tbody tr")];
   const boxes = rows.map(row => row.querySelector("input")), figures = section.querySelectorAll("figure");
-  const options = {logX: false, logY: false, smooth: 0, hidden: new Set()};
+  const options = {logX: false, logY: false, smooth: 0, from: FIRST_PART, hidden: new Set()};
   const redraw = () => figures.forEach(figure => draw(figure, track, options));
   makeSortable(section.querySelector("table"));
   boxes.forEach((box, i) => box.addEventListener("change", () => {
@@ -179,9 +201,14 @@ for (const section of document.querySelectorAll("section[data-track]")) {
     boxes.forEach((box, i) => { box.checked = all; all ? options.hidden.delete(i) : options.hidden.add(i); });
     redraw();
   }));
-  section.querySelector("[data-log=x]").addEventListener("change", event => { options.logX = event.target.checked; redraw(); });
-  section.querySelector("[data-log=y]").addEventListener("change", event => { options.logY = event.target.checked; redraw(); });
-  section.querySelector("[data-smooth]").addEventListener("input", event => { options.smooth = Number(event.target.value); redraw(); });
+  const control = (name, event, set) => section.querySelector(`[data-${name}]`).addEventListener(event, ({target}) => {
+    set(target);
+    redraw();
+  });
+  control("log=x", "change", box => { options.logX = box.checked; });
+  control("log=y", "change", box => { options.logY = box.checked; });
+  control("smooth", "input", slider => { options.smooth = Number(slider.value); });
+  control("from", "change", choice => { options.from = Number(choice.value); });
   new ResizeObserver(redraw).observe(figures[0]);
   redraw();
 }

@@ -17,7 +17,7 @@ from records.diffs import Diff, Hunk, diff_programs
 from records.evidence import Entry, complain, track_title, tracks
 from records.figures import mean
 from records.folders import Record
-from records.plot import drawable, view
+from records.plot import drawable
 from records.scripts import Program, open_program
 from records.tables import COLUMNS, evidence, measured_against, records_to_show, row_of, saving
 from records.terminal import UserError, brief, harmless, many, warn, write_new
@@ -25,6 +25,7 @@ from records.terminal import UserError, brief, harmless, many, warn, write_new
 HERE = Path(__file__).resolve().parent
 COLOURS = 8  # --line-0 to --line-7 in page.css; beyond, a colour of the rainbow each
 MOST_LINKS = 6  # to logs in one row
+MOST_ROWS = 800  # of a diff
 START = "<!doctype html>\n<!-- python -m records page -->\n"
 STATES = {True: "yes", None: "open", False: "no"}
 
@@ -143,7 +144,7 @@ def curves_of(entries: list[Entry]) -> dict:
         training = [[round(m.step), number(m.seconds, 1), number(m.loss, 3)] for m in entry.training if drawable(m)]
         line = {"name": brief(entry.name, 80), "colour": colour(place, len(entries)), "at": at, "training": training}
         lines.append(line)
-    return {"target": entries[0].target, "view": view(entries), "lines": lines}
+    return {"target": entries[0].target, "lines": lines}
 
 
 def number(value: float, digits: int) -> float | None:
@@ -164,11 +165,23 @@ def render_diff(number: int, old: str, new: str, diffs: list[Diff]) -> str:
     for diff, stat in files:
         name = f"<p class='file'>{escape(diff.new.label)}</p>" if len(diffs) > 1 else ""
         chips = "".join(f"<span class='chip'>{escape(title)} {signs(a, r)}</span>" for title, (a, r) in stat.items())
-        hunks = "".join(map(render_hunk, diff.hunks()))
+        hunks = render_hunks(diff)
         parts.append(f"{name}<div class='chips'>{chips}</div><div class='scroll diff'>{hunks}</div>")
     names = f"<b>{escape(brief(old, 80))} → {escape(brief(new, 80))}</b>"
     content = "".join(parts) or "<p class='quiet file'>No difference.</p>"
     return f"<details id='diff-{number}'><summary>{names} {signs(plus, minus)}</summary>{content}</details>"
+
+
+def render_hunks(diff: Diff) -> str:
+    """The changes, as many as a reader looks at; a file that is new as a whole would make up most of the page."""
+    rendered, rows = [], 0
+    for hunk in diff.hunks():
+        if rows + len(hunk.rows) > MOST_ROWS:
+            rendered.append("<p class='quiet file'>And more: see <code>python -m records diff</code>.</p>")
+            break
+        rendered.append(render_hunk(hunk))
+        rows += len(hunk.rows)
+    return "".join(rendered)
 
 
 def signs(added: int, removed: int) -> str:
@@ -197,6 +210,8 @@ untick a record to hide it.</p>"""
 CONTROLS = """<p class="controls"><button data-show="all">show all</button> <button data-show="none">hide all</button>
 <label><input type="checkbox" data-log="x"> log time and steps</label>
 <label><input type="checkbox" data-log="y"> log loss</label>
+<label>from <select data-from><option value="0.2">the start</option><option value="0.5">half of the steps</option>
+<option value="0.8">80 %</option><option value="0.95">95 %</option></select> on</label>
 <label>training loss, thin: <input type="range" min="0" max="0.95" step="0.05" value="0" data-smooth> smoothing</label>
 </p><noscript><p>The curves need JavaScript.</p></noscript>"""
 

@@ -156,8 +156,12 @@ class LineReader:
         try:
             step, planned, loss, seconds = read_line(text, whole=match.end() < len(self.data))
         except ValueError as error:
-            if len(self.log.complaints) < MOST_COMPLAINTS:
-                self.log.complaints.append((self.lines.at(match.start() + 1), str(error)))
+            told = len(self.log.complaints)
+            if told <= MOST_COMPLAINTS:
+                problem = (
+                    str(error) if told < MOST_COMPLAINTS else "from here on lines that cannot be read are not told"
+                )
+                self.log.complaints.append((self.lines.at(match.start() + 1), problem))
             return
         if loss is None:
             self.train(match.start(), step, seconds)
