@@ -25,6 +25,7 @@ TRAINING = re.compile(rb"\nstep:(\d{1,15})/\d{1,15} train_loss:(\d{1,9}\.\d{1,12
 LINE = re.compile(rb"\n(?:step:|(resumed at step|changed on resume|ended):? ?)([^\n]{0,500})")
 FIELD = re.compile(r"(\w{1,40}): *([^\s|,]{1,60})")
 HEAD = re.compile(r"(\d{1,15})(?:/(\d{1,15}))?(?=[\s|,]|$)")
+GLUED = re.compile(r"step:\d{1,15}/\d")  # inside a line: the one before was torn off
 CLOCK = re.compile(r"(\d{1,15}(?:\.\d{1,12})?|nan)(ms|s)")
 RESUMED = re.compile(rb"(\d{1,15})(?:.* on (\d{1,9} x .+))?")
 UNTIMED_STEPS = 10  # public scripts start their clock again after these
@@ -260,6 +261,8 @@ def read_line(text: bytes, whole: bool) -> tuple[int, int | None, float | None, 
         raise ValueError(f"ends in the middle of a line: {quoted}")
     if not head:
         raise ValueError(f"no step number in {quoted}")
+    if GLUED.search(line, head.end()):
+        raise ValueError(f"two lines in one: {quoted}")
     if "train_time" in fields and not clock:
         raise ValueError(f"train_time is neither in ms nor in s in {quoted}")
     if not fields.keys() & {"val_loss", "train_loss", "train_time"}:

@@ -323,6 +323,12 @@ def test_a_log_that_lacks_steps_is_not_complete(tmp_path):
         assert re.search(r"FAIL  complete  1 of 3 runs unfinished: \S*0001.txt lacks steps 65 to 140\n", out)
 
 
+def test_a_line_that_was_torn_off_and_glued_to_the_next_is_told(tmp_path):
+    torn = public_run(3.27, 40).replace("step:7/40 train_time:700ms step_avg:100.00ms\n", "step:7/40 train_t")
+    log = read(tmp_path, torn)
+    assert [(line, "two lines in one" in what) for line, what in log.complaints] == [(8, True)]
+
+
 def test_a_log_may_tell_only_some_of_the_steps(tmp_path):
     every_tenth = "".join(training_lines(step, step, 400) for step in [*range(1, 11), *range(20, 401, 10)])
     (run,) = read(tmp_path, f"{every_tenth}step:400/400 val_loss:3.27 train_time:40000ms\n").runs
