@@ -16,8 +16,9 @@ from records.terminal import UserError, brief, many, shown, warn
 
 DEFAULT_TARGET = 3.28  # the 8xH100 track, for logs that do not name their target
 NEIGHBOURHOOD = 0.1  # a final loss further than this from a target that was only guessed is another track's
-# These may differ within a record, and change on resume: they do not change what is trained, nor how it is judged.
+# These may differ within a record: they change neither what is trained nor how it is judged.
 HARMLESS_SETTINGS = {"seed", "resume", "resume_anyway", "save_every", "log_dir", "checkpoint_dir", "collective_timeout"}
+HARMLESS_ON_RESUME = HARMLESS_SETTINGS - {"seed"} | {"val_loss_every"}
 SMOOTHING = 0.02  # of the steps, over which training losses are averaged; at least
 SMOOTHED_STEPS = 50  # so many
 
@@ -244,7 +245,7 @@ class Entry:
     def check_settings(self) -> Check:
         changes = [(log, change) for log in self.logs for change in log.changes]
         for log, change in changes:
-            if change.partition(" ")[0] not in HARMLESS_SETTINGS:
+            if change.partition(" ")[0] not in HARMLESS_ON_RESUME:
                 return Check(False, "settings", f"{shown(log.path)} was resumed with another {brief(change)}")
         known = [log.settings for log in self.logs]
         if not any(settings is not None for settings in known):

@@ -72,7 +72,7 @@ def folders_below(top: Path) -> Iterator[Path]:
             continue
         seen.add((about.st_dev, about.st_ino))
         yield folder
-        waiting += [path for path in inside if path.name[0] not in "._"]
+        waiting += [path for path in inside if path.name[0] != "." and path.name != "__pycache__"]
 
 
 def record_folders(top: Path) -> list[Path]:

@@ -77,7 +77,7 @@ function draw(figure, track, options) {
   drawAxes(svg, width, x, y, [start, end, low, high], column, options);
   const id = `clip-${figure.dataset.x}-${figure.closest("section").dataset.track}`;
   const clip = svgElement(svg, "clipPath", {id});
-  svgElement(clip, "rect", {x: LEFT, y: TOP, width: width - LEFT - RIGHT, height: HEIGHT - TOP - BOTTOM});
+  svgElement(clip, "rect", {x: LEFT, y: TOP, width: width - LEFT - RIGHT + 8, height: HEIGHT - TOP - BOTTOM});
   const plot = svgElement(svg, "g", {"clip-path": `url(#${id})`});
   const points = list => list.map(([px, py]) => `${px.toFixed(1)},${py.toFixed(1)}`).join(" ");
   const lines = track.lines.map((line, i) => {
@@ -111,7 +111,7 @@ function drawAxes(svg, width, x, y, [start, end, low, high], column, options) {
     svgElement(svg, "text", {class: "y", x: LEFT - 8, y: at + 4}, value);
   }
   last = -Infinity;
-  for (const value of ticks(start || end / 1000, end, width / 90, options.logX)) {
+  for (const value of ticks(start, end, width / 70, options.logX)) {
     const at = x(value), half = 4 * String(value).length;
     if (at - half < last || at + half > width) continue;
     last = at + half + 8;

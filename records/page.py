@@ -24,7 +24,7 @@ from records.terminal import UserError, brief, harmless, many, warn, write_new
 
 HERE = Path(__file__).resolve().parent
 COLOURS = 8  # --line-0 to --line-7 in page.css; beyond, a colour of the rainbow each
-MOST_LINKS = 6  # to logs in one row
+MOST_LINKS = 4  # to logs in one row
 MOST_ROWS = 800  # of a diff
 START = "<!doctype html>\n<!-- python -m records page -->\n"
 STATES = {True: "yes", None: "open", False: "no"}
@@ -84,7 +84,7 @@ def render_track(number: int, entries: list[Entry], diffs: dict[str, int], folde
     for place, (entry, before) in enumerate(measured_against(entries, [])):
         cells = [escape(cell) for cell in row_of(entry, before)]
         cells[0] = f"<label><input type='checkbox' checked><i style='background:{colour(place, len(entries))}'></i>"
-        cells[0] += f"{escape(brief(entry.name, 80))}</label>"
+        cells[0] += f"{render_name(entry.name)}</label>"
         values = sort_values(entry, before, place)
         marked = [f" data-value='{value:.9g}'" if math.isfinite(value) else "" for value in values]
         state = STATES[evidence(entry)[0]]
@@ -102,6 +102,12 @@ def render_track(number: int, entries: list[Entry], diffs: dict[str, int], folde
         f"<section data-track='{number}'><h2>{escape(title[:1].upper() + title[1:])}</h2>"
         f"<div class='scroll'>{table}</div>{NOTE}{CONTROLS}<div class='charts'>{figures}</div></section>"
     )
+
+
+def render_name(name: str) -> str:
+    """A name that is broken, where it must be, behind its date."""
+    date, line, rest = brief(name, 80).partition("_")
+    return f"<span>{escape(date + line)}</span><span>{escape(rest)}</span>" if rest else escape(date + line)
 
 
 def sort_values(entry: Entry, before: Entry | None, place: int) -> list[float]:
@@ -125,9 +131,11 @@ def links(entry: Entry, diffs: dict[str, int], folder: Path) -> str:
     paths = [log.path for log in entry.logs]
     if len(paths) > MOST_LINKS:
         found.append(link(paths[0].parent, folder, f"{len(paths)} logs"))
+    elif len(paths) == 1:
+        found.append(link(paths[0], folder, "log"))
     else:
-        found += [link(path, folder, "log" if len(paths) == 1 else f"log {n}") for n, path in enumerate(paths, 1)]
-    return " ".join(found)
+        found.append("logs " + " ".join(link(path, folder, str(n)) for n, path in enumerate(paths, 1)))
+    return ", ".join(found)
 
 
 def link(path: Path, folder: Path, words: str) -> str:

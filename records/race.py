@@ -58,9 +58,10 @@ def run_race(args: argparse.Namespace, paint: Paint) -> int:
                 seed = args.first_seed + number - 1
                 if paths[side].read_bytes() != programs[side].main:
                     raise UserError(f"{shown(paths[side])}: changed while the race was going on")
-                command = launch_command(paths[side], nproc, ["--seed", str(seed), *args.settings])
-                print(harmless(f"pair {number} of {args.runs}, {side}: {shlex.join(command)}"), file=sys.stderr)
-                new = run_once(command, nproc, folder / "output.txt", lock)
+                settings = ["--seed", str(seed), *args.settings]
+                told = f"{shown(paths[side])} {shlex.join(settings)}"
+                print(harmless(f"pair {number} of {args.runs}, {side}: {told}"), file=sys.stderr)
+                new = run_once(launch_command(paths[side], nproc, settings), nproc, folder / "output.txt", lock)
                 replace(log, find_log(new, programs[side], seed).read_bytes())
             print(f"pair {number} {side}: {result(log, target).words}", flush=True)
             compare_tracks(folder, target)
@@ -283,6 +284,7 @@ def compare_tracks(folder: Path, default_target: float) -> None:
         for what, value, first in (
             ("target", *(default_target if one.target is None else one.target for one in (log, logs[0]))),
             ("data", log.data, logs[0].data),
+            ("dtype", *((one.settings or {}).get("dtype") for one in (log, logs[0]))),
         ):
             if value != first:
                 raise UserError(f"different tracks cannot race: {what} {value} in {shown(log.path)}, before {first}")

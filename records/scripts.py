@@ -173,7 +173,8 @@ def program_at(path: Path) -> Program:
             source = path.read_bytes()
         except OSError as error:
             raise os_error(path, error) from None
-        name = path.absolute().parent.name if path.name == SCRIPT else path.name
+        in_record = path.name == SCRIPT and path.absolute().parent != Path.cwd()
+        name = path.absolute().parent.name if in_record else path.name
         return Program(name, path, source, {path.name: Script(shown(path), source)})
     log = read_log(path)
     if log.source is None:

@@ -28,6 +28,7 @@ HEAD = re.compile(r"(\d{1,15})(?:/(\d{1,15}))?(?=[\s|,]|$)")
 GLUED = re.compile(r"step:\d{1,15}/\d")  # inside a line: the one before was torn off
 CLOCK = re.compile(r"(\d{1,15}(?:\.\d{1,12})?|nan)(ms|s)")
 RESUMED = re.compile(rb"(\d{1,15})(?:.* on (\d{1,9} x .+))?")
+ANOTHER_CHANGE = re.compile(r"[,;] (?=\w{1,60} [^,;]{0,200} -> )")
 UNTIMED_STEPS = 10  # public scripts start their clock again after these
 MOST_COMPLAINTS = 10_000
 
@@ -143,7 +144,7 @@ class LineReader:
                 if self.run:
                     self.run.ended = told_end(text)
             elif kind == b"changed on resume":
-                self.log.changes.append(told_end(text))
+                self.log.changes += ANOTHER_CHANGE.split(told_end(text))
             elif resumed := RESUMED.match(text):
                 self.resume(int(resumed[1]), resumed[2])
         self.finish(end)

@@ -176,7 +176,7 @@ def evidence(entry: Entry) -> tuple[bool | None, str]:
         return False, "no: which target? see --target"
     below = sum(loss <= entry.target for loss in entry.losses)
     test = f", {p_of(entry)}" if len(entry.losses) > 1 else ""
-    told = f"{below} of {many(entry.losses, 'run')} at the target{test}"
+    told = f"{below} of {len(entry.losses)} at the target{test}"
     return (None, told) if below == len(entry.losses) else (False, f"no: {told}")
 
 

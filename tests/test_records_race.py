@@ -97,6 +97,8 @@ def test_race_refuses_what_would_not_be_a_fair_race(tmp_path):
     other_track.write_text(FAKE.replace("default=3.28", "default=1.04"))
     quick = ["--runs", 1, "--nproc", 1]
     assert "different tracks cannot race" in race("a.py", "other.py", *quick, cwd=tmp_path, code=2).err
+    (tmp_path / "half.py").write_text(FAKE.replace("vars(settings)", "vars(settings) | {'dtype': 'bfloat16'}"))
+    assert "cannot race: dtype bfloat16" in race("a.py", "half.py", *quick, cwd=tmp_path, code=2).err
     failed = race("a.py", "b.py", *quick, "--", "--fail", cwd=tmp_path, code=2).err
     assert "exit code 1: --fail was asked for" in failed
     assert "--first-seed" in race("a.py", "b.py", *quick, "--", "--seed", "3", cwd=tmp_path, code=2).err

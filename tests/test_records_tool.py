@@ -66,8 +66,8 @@ def test_list_shows_runs_steps_loss_time_gain_and_evidence(tmp_path):
     assert table_row(out, "2024-02")[:-1] == row
     # A record that missed the target saved no time, whatever it took, and the next one is not measured against it.
     assert table_row(out, "2024-03")[5:7] == ["-", "-"]
-    assert table_row(out, "2024-03")[7].startswith("no: 0 of 3 runs at the target, p = 0.9")
-    assert table_row(out, "2024-04")[6:] == ["+0.1 %", "1 of 1 run at the target"]
+    assert table_row(out, "2024-03")[7].startswith("no: 0 of 3 at the target, p = 0.9")
+    assert table_row(out, "2024-04")[6:] == ["+0.1 %", "1 of 1 at the target"]
     assert "without runs: 2024-05-01_Empty" in out
 
 
@@ -146,7 +146,7 @@ def test_list_says_when_the_evidence_does_not_suffice_and_why(tmp_path):
     add_record(tmp_path, "2_Seeds", [build_log(3.2701, seed=1), build_log(3.2702, seed=1)])
     add_record(tmp_path, "3_Cut", [*good_logs(), build_log(3.27, seed=9).partition("step:1390/1390 val_loss:3.27")[0]])
     out = tool("list", "--records", tmp_path).out
-    assert table_row(out, "1_OneRun")[-1] == "1 of 1 run at the target"
+    assert table_row(out, "1_OneRun")[-1] == "1 of 1 at the target"
     assert table_row(out, "2_Seeds")[-1] == "no: seeds"
     assert table_row(out, "3_Cut")[1] == "5 + 1 unfinished" and table_row(out, "3_Cut")[-1] == "no: complete"
 
