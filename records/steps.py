@@ -139,14 +139,14 @@ class LineReader:
         for match in LINE.finditer(self.data, body, end):
             kind, text = match.groups()
             if kind is None:
-                self.read_step(match, text, end)
+                self.read_step(match, text)
             elif kind == b"ended":
                 if self.run:
                     self.run.ended = told_end(text)
             elif kind == b"changed on resume":
                 self.log.changes += ANOTHER_CHANGE.split(told_end(text))
             elif resumed := RESUMED.match(text):
-                self.resume(int(resumed[1]), resumed[2])
+                self.resume(match.start(), int(resumed[1]), resumed[2])
         self.finish(end)
         for number, run in enumerate(self.runs):
             last = number == len(self.runs) - 1
@@ -154,15 +154,13 @@ class LineReader:
             run.complete = run.missing is None and is_complete(run, closed, last, self.trained[number])
         return self.runs
 
-    def read_step(self, match: re.Match, text: bytes, end: int) -> None:
+    def read_step(self, match: re.Match, text: bytes) -> None:
         try:
             step, planned, loss, seconds = read_line(text, whole=match.end() < len(self.data))
         except ValueError as error:
             told = len(self.log.complaints)
             if told <= MOST_COMPLAINTS:
-                problem = (
-                    str(error) if told < MOST_COMPLAINTS else "from here on lines that cannot be read are not told"
-                )
+                problem = str(error) if told < MOST_COMPLAINTS else "and more that cannot be read"
                 self.log.complaints.append((self.lines.at(match.start() + 1), problem))
             return
         if loss is None:
@@ -195,7 +193,7 @@ class LineReader:
         if run is None:
             run = self.start(position)
         if self.resumed:
-            run.validations = [v for v in run.validations if v.step < validation.step]
+            self.forget(validation.step - 1)
         self.resumed = self.replanned = False
         if not run.validations:
             run.line = self.lines.at(position + 1)
@@ -213,22 +211,27 @@ class LineReader:
         in_time = validation.seconds < run.final.seconds and run.final.step > UNTIMED_STEPS
         return in_time or validation.step <= run.final.step or planned != run.steps
 
-    def resume(self, checkpoint: int, machine: bytes | None) -> None:
+    def resume(self, position: int, checkpoint: int, machine: bytes | None) -> None:
         """The steps since that checkpoint are run once more."""
         machine = machine.decode(errors="replace").strip() if machine else None
         if self.log.machine and machine not in (None, self.log.machine):
             self.log.moved_to = machine
-        run = self.run
-        if run:
-            run.validations = [v for v in run.validations if v.step <= checkpoint]
-            self.known = {v.key for v in run.validations}
-            self.times = {step: at for step, at in self.times.items() if step <= checkpoint}
-            run.last_step, run.ended = min(run.last_step, checkpoint), None
-            self.resumed = self.replanned = True
+        if self.run is None:
+            self.start(position).missing = (1, checkpoint) if checkpoint else None
+        self.forget(checkpoint)
+        while self.times and next(reversed(self.times)) > checkpoint:
+            self.times.popitem()
+        self.run.last_step, self.run.ended = min(self.run.last_step, checkpoint), None
+        self.resumed = self.replanned = True
+
+    def forget(self, step: int) -> None:
+        """The validations after this step."""
+        while self.run.validations and self.run.final.step > step:
+            self.known.discard(self.run.validations.pop().key)
 
     def start(self, position: int) -> Run:
         self.finish(position)
-        self.run = Run(self.log.path, span=(position, position))
+        self.run = Run(self.log.path, self.lines.at(position + 1), span=(position, position))
         self.times, self.known = {}, set()
         return self.run
 
@@ -239,12 +242,12 @@ class LineReader:
             return
         run.span = run.span[0], position
         if run.validations:
-            run.missing = missing_steps(self.times.keys() | {v.step for v in run.validations})
+            run.missing = run.missing or missing_steps(self.times.keys() | {v.step for v in run.validations})
             self.runs.append(run)
             self.trained.append(bool(self.times))
         else:
             text = f"a trial that ends at step {run.last_step} without any validation is not counted"
-            self.log.notes.append((Lines(self.data).at(run.span[0] + 1), text))
+            self.log.notes.append((run.line, text))
 
 
 def same_time(a: float | None, b: float) -> bool:

@@ -323,6 +323,12 @@ def test_a_log_that_lacks_steps_is_not_complete(tmp_path):
         assert re.search(r"FAIL  complete  1 of 3 runs unfinished: \S*0001.txt lacks steps 65 to 140\n", out)
 
 
+def test_a_log_that_begins_with_a_resume_lacks_what_came_before(tmp_path):
+    rest = public_run(3.27, 40).partition("step:15/40")
+    (run,) = read(tmp_path, f"resumed at step 14 from checkpoints/x/step_000014.pt\n{rest[1]}{rest[2]}").runs
+    assert not run.complete and run.missing == (1, 14)
+
+
 def test_a_line_that_was_torn_off_and_glued_to_the_next_is_told(tmp_path):
     torn = public_run(3.27, 40).replace("step:7/40 train_time:700ms step_avg:100.00ms\n", "step:7/40 train_t")
     log = read(tmp_path, torn)

@@ -377,6 +377,14 @@ SLOW = {
     "open strings": f"x = '\nimport os\n{RULER}\n" + "'\\" * (LARGE // 2) + f"\nimport os\n{RULER}\n",
     "dashes": "import os\n" + f"{'-' * 40}\n# a.py\n" * (LARGE // 48) + f"{RULER}\n{STEPS}",
     "resumes": "step:9/9 val_loss:3.0 train_time:1ms\n" + "resumed at step 5\n" * (LARGE // 18),
+    "resumes that go back": "".join(
+        f"step:{i}/9 train_time:{i}ms\nstep:{i}/9 val_loss:3.0 train_time:{i}ms\n" for i in range(LARGE // 100)
+    )
+    + "step:99999/9 train_time:1ms\nresumed at step 99998\n" * (LARGE // 100),
+    "trials that end at once": "step:2/9 train_time:2ms\nstep:1/9 train_time:1ms\n" * (LARGE // 48),
+    "trials that end at once, each another": "".join(
+        f"step:{2 - i % 2}/9 train_time:{i}ms\n" for i in range(LARGE // 24)
+    ),
     "one long line": "step:1/9 val_loss:3.0 train_time:1ms " + "x" * LARGE + "\n",
     "a JSON line": f"{SOURCE}{RULER}\nsettings: {'[' * LARGE}\n{RULER}\n{STEPS}",
 }
