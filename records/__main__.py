@@ -61,7 +61,7 @@ def show_diff(args: argparse.Namespace, paint: Paint) -> int:
 
     old, new = open_program(args.a, args.records), open_program(args.b, args.records)
     # A diff that is piped into patch must hold the scripts' own bytes; a terminal must not obey them.
-    clean = (lambda text: harmless_line(text)) if sys.stdout.isatty() else (lambda text: text)
+    clean = harmless_line if sys.stdout.isatty() else str
     diffs = list(diff_programs(old, new, comments=not args.no_comments))
     nothing = True
     for diff in diffs:

@@ -192,7 +192,7 @@ class Entry:
         if early:
             end = f"all to their end; {len(early)} at step {early[0].final.step} of {early[0].steps} planned"
         if self.copies:
-            end += f"; {many(self.copies, 'copy').replace('copys', 'copies')} not counted"
+            end += f"; {many(self.copies, 'copy', 'copies')} not counted"
         return Check(True, "complete", f"{many(self.runs, 'run')} in {many(self.logs, 'log')}, {end}")
 
     def check_source(self) -> Check:

@@ -22,7 +22,7 @@ USUAL_VALIDATION = re.compile(
     + rb"(?=\n|\Z)"
 )
 TRAINING = re.compile(rb"\nstep:(\d{1,15})/\d{1,15} train_loss:(\d{1,9}\.\d{1,12}) train_time:([\d.]{1,20})(m?s)\b")
-LINE = re.compile(rb"\n(?:step:|(resumed at step|changed on resume|ended):? ?)([^\n]{0,500})")
+LINE = re.compile(rb"\n(?:step:|(resumed at step(?=:? )|changed on resume(?=: )|ended(?=: )):? )([^\n]{0,500})")
 FIELD = re.compile(r"(\w{1,40}): *([^\s|,]{1,60})")
 HEAD = re.compile(r"(\d{1,15})(?:/(\d{1,15}))?(?=[\s|,]|$)")
 GLUED = re.compile(r"step:\d{1,15}/\d")  # inside a line: the one before was torn off

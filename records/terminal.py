@@ -53,9 +53,9 @@ def shown(path: Path | str) -> str:
     return brief(relative if not relative.startswith("..") else os.path.join(*path.split(os.sep)[-2:]))
 
 
-def many(things: Iterable, name: str) -> str:
+def many(things: Iterable, name: str, plural: str = "") -> str:
     count = len(list(things))
-    return f"{count} {name}" + ("" if count == 1 else "s")
+    return f"{count} {name if count == 1 else plural or name + 's'}"
 
 
 def print_table(rows: list[list[str]], paint: Paint) -> None:

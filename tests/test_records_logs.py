@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from records_helpers import (
     HEADER,
     NVIDIA_SMI,
+    ROOT,
     RULER,
     SHAPES,
     SOURCE,
@@ -23,7 +24,8 @@ from records_helpers import (
 
 from records.evidence import entries_of
 from records.folders import open_records
-from records.logs import read_log
+from records.logs import find_source, read_log
+from records.steps import LineReader, read_usual
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -341,6 +343,30 @@ def test_a_log_may_tell_only_some_of_the_steps(tmp_path):
     assert run.complete and run.missing is None
 
 
+FILED = [path.relative_to(ROOT) for path in sorted((ROOT / "records").glob("*/*.txt"))]
+USUAL = {
+    "public": f"{SOURCE}{RULER}\n{HEADER}{RULER}\n{public_run(3.27)}",
+    "public, cut off": f"{SOURCE}{RULER}\n{public_run(3.27).rpartition('step:40')[0]}",
+    "public, stopped early": public_run(3.27, 40, stop=33),
+    "ended": f"{public_run(3.27)}peak memory: 1 MiB\nended: finished\n",
+    "stopped": f"{public_run(3.27)}ended: the disk is full\n",
+    "only validations": "".join(line + "\n" for line in public_run(3.27).split("\n") if "val_loss" in line),
+    **{f"filed {path.parent.name} {path.stem[:8]}": path for path in FILED},
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_the_quick_way_to_read_a_log_finds_what_the_thorough_one_finds(name, tmp_path):
+    text = (ROOT / USUAL[name]).read_text() if name.startswith("filed") else USUAL[name]
+    log = read(tmp_path, text)
+    data = b"\n" + text.encode()
+    _, _, body = find_source(data)
+    quick = read_usual(log, data, body, len(data))
+    (thorough,) = LineReader(log, data).read(body, len(data))
+    for fact in ("validations", "steps", "last_step", "complete", "missing", "ended", "line"):
+        assert getattr(quick, fact) == getattr(thorough, fact), fact
+
+
 # ----------------------------------------------------------------------------------------------------
 # How a run ended and what a resumed run changed
 # ----------------------------------------------------------------------------------------------------
@@ -348,7 +374,8 @@ def test_a_log_may_tell_only_some_of_the_steps(tmp_path):
 
 def test_a_log_says_itself_how_the_run_ended(tmp_path):
     logs = good_logs()
-    ended = [log + "ended: finished\n" for log in logs]
+    ended = [log + "ended up on a busy machine\nended: finished\n" for log in logs]
+    ended[0] = ended[0].replace("\nended: finished", "").replace("\nstep:347", "\nresumed at steps\nstep:347", 1)
     assert "FAIL" not in tool("check", *add_logs(tmp_path, ended)).out
     ended[3] = logs[3] + "ended: the disk is full, so the log lacks lines\n"
     out = tool("check", *add_logs(tmp_path, ended), code=1).out
