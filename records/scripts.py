@@ -14,7 +14,8 @@ from records.folders import SCRIPT, UUID, find, log_files
 from records.logs import long_strings, read_log, same_source
 from records.terminal import UserError, brief, os_error, shown
 
-BOX = re.compile(r"^# ?-{10,}\n# *(\S[^\n]*)\n# ?-{10,}$", re.MULTILINE)
+# A heading is a comment between two lines of dashes, or between dashes on one line.
+BOX = re.compile(r"^# ?-{10,}\n# *(\S[^\n]*)\n# ?-{10,}$|^# -{4} (\S[^\n]*?) -{4,}$", re.MULTILINE)
 # Public logs of 2026 hold two files: the second follows a line of dashes and its name in a comment.
 DIVIDER = re.compile(rb"\n-{20,}\r?\n# ?([\w.-]{1,80}\.py)[ \r]{0,4}\n(?:-{20,}\r?\n)?(?:\r?\n)?")
 NAMES_RUN = re.compile(r"\b(?:run_id|run_name|uuid)\b", re.IGNORECASE)
@@ -66,7 +67,7 @@ class Script:
         for box in BOX.finditer(self.text):
             start = number + self.text.count("\n", position, box.start())
             titles.update(dict.fromkeys(range(number, start), title))
-            title, position, number = brief(box[1].partition(":")[0].strip(), 80), box.start(), start
+            title, position, number = brief((box[1] or box[2]).partition(":")[0].strip(), 80), box.start(), start
         if not titles and title == "(top)":
             return None
         titles.update(dict.fromkeys(range(number, len(self.lines) + 1), title))
