@@ -701,8 +701,6 @@ class Trainer:
 
     def state(self) -> dict:
         """All that the next step depends on, for any number of processes; every process must take part."""
-        if not all(param.cpu().isfinite().all() for param in self.model.parameters()):
-            raise UserError("a weight is not finite: lower the learning rates, or resume earlier", 1)
         names = {param: name for name, param in self.model.named_parameters()}
         states = [item for adam in self.adams for item in adam.state.items()]
         adam = {f"{names[p]}.{key}": value for p, state in states for key, value in state.items()}
@@ -811,7 +809,7 @@ class Run:
         self.log = RunLog(Path(s.log_dir) / f"{run_id}.txt", facts, world)
 
     def on_signal(self, number: int, frame) -> None:
-        """A signal lets the step finish. A second one ends the run at once, and so does one before the first step."""
+        """A signal lets the run save first. A second one ends it at once, and so does one before the first step."""
         again = self.stop and time.monotonic() - self.stop_time > 1  # torchrun repeats the terminal's Ctrl-C
         self.stop, self.stop_time = self.stop or UserError(signal.Signals(number).name, 128 + number), time.monotonic()
         if again or not self.stepping:
@@ -839,8 +837,8 @@ class Run:
 
     def loop(self, first_step: int) -> float:
         """The steps from `first_step` on; returns the final validation loss."""
-        s, trainer, log = self.s, self.trainer, self.log
-        batch, self.stepping = self.loader.next_batch(), True
+        s, trainer, log, stopping = self.s, self.trainer, self.log, False
+        position, batch, self.stepping = self.loader.position, self.loader.next_batch(), True
         show_bar = self.world.rank == 0 and sys.stderr.isatty()
         log.started = time.perf_counter()
         for step in tqdm(range(first_step, s.num_iterations + 1), disable=not show_bar, leave=False):
@@ -849,27 +847,29 @@ class Run:
                 val_loss = trainer.validate(self.val_shard, step)
                 log.note(f"step:{step}/{s.num_iterations} val_loss:{val_loss:.4f} {log.times(step)}")
                 log.started = time.perf_counter()
-            if step == s.num_iterations:
-                return val_loss
-            this_batch, next_position = batch, self.loader.position
-            try:  # read ahead: bad data is found while the run can still save its last step
-                batch = self.loader.next_batch()
-            except (UserError, OSError) as error:
-                self.stop = error
-            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher:  # a new job may follow
-                self.stop = self.stop or UserError("torchrun is gone", 1)
-            loss, stopping = trainer.backward(this_batch, step, self.stop is not None)
-            trainer.update(step)
-            done = step + 1
-            log.note(f"step:{done}/{s.num_iterations} train_loss:{loss:.6f} {log.times(done)}", show=not show_bar)
-            if stopping or (s.save_every and (done % s.save_every == 0 or done == s.num_iterations)):
+            if step < s.num_iterations:
+                try:  # read ahead: with bad data the run can still save
+                    next_position, next_batch = self.loader.position, self.loader.next_batch()
+                except (UserError, OSError) as error:
+                    self.stop = error
+                if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher:  # a new job may follow
+                    self.stop = self.stop or UserError("torchrun is gone", 1)
+                loss, stopping = trainer.backward(batch, step, self.stop is not None)
+            due = s.save_every and step > first_step and (step % s.save_every == 0 or step == s.num_iterations)
+            if due or stopping:  # now, before the update: these weights have given a finite loss
                 log.stop_clock()
-                self.save(done, next_position)
+                self.save(step, position)
                 if self.world.size > 1:
                     dist.barrier()  # nobody leaves before rank 0 has saved: torchrun would end it
                 log.started = time.perf_counter()
             if stopping:
                 raise self.stop or UserError("another process stopped", 1)
+            if step == s.num_iterations:
+                return val_loss
+            trainer.update(step)
+            done = step + 1
+            log.note(f"step:{done}/{s.num_iterations} train_loss:{loss:.6f} {log.times(done)}", show=not show_bar)
+            position, batch = next_position, next_batch
 
     def save(self, step: int, position: list[int]) -> None:
         """Write under another name, sync, rename: a checkpoint is there whole or not at all. The last two are kept."""
