@@ -93,7 +93,6 @@ class Settings:
     val_tokens: int = setting(10485760, "to validate on", "val_tokens % sequence_length == 0 < val_tokens", 2**18, True)
     val_loss_every: int = setting(125, "steps between validations; 0: only at the end", (0, 10**6), cpu=150, free=True)
     target_loss: float = setting(3.28, "validation loss to reach; 0: none", (0, 1e6), cpu=1.04, free=True)
-    # machine and files
     dtype: str = setting("auto", "dtype of matrix products", "dtype in ('auto', 'bfloat16', 'float32')", free=True)
     compile: bool = setting(True, "use torch.compile, and with it FlexAttention on a GPU", ANY, cpu=False, free=True)
     max_autotune: bool = setting(False, "let Inductor try more kernels; takes many minutes more", ANY, free=True)
@@ -190,8 +189,7 @@ class Shard:
         self.path, self.vocab_size = path, vocab_size
         header = np.fromfile(path, "<i4", 256) if os.path.isfile(path) else []
         if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
-            how = "data/cached_fineweb10B.py fetches FineWeb, data/embedded_corpus.py --text FOLDER takes your own text"
-            raise UserError(f"{path}: no token shard there; {how}")
+            raise UserError(f"{path}: no token shard; data/cached_fineweb10B.py and data/embedded_corpus.py make them")
         self.size = os.path.getsize(path)
         if header[2] < 1 or self.size != 1024 + 2 * int(header[2]):
             raise UserError(f"{path}: {self.size} bytes do not fit its {header[2]} tokens; fetch or make it again")
@@ -226,7 +224,6 @@ def load_data_shard(shard: Shard, pinned: bool) -> Tensor:
 
 class DistributedDataLoader:
     """Deals out the token stream: a step takes the next `batch_sequences` sequences, sequence i goes to rank i % size.
-
     So every number of processes trains on the same tokens in the same order. A process's sequences go through one
     forward pass, side by side."""
 
@@ -773,7 +770,8 @@ def read_checkpoint(path: str, folder: str) -> dict:
             if damaged := archive.testzip():
                 raise ValueError(f"wrong checksum in {damaged}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        return checkpoint | dict(path=path, run_id=str(uuid.UUID(checkpoint["run_id"])))  # the id becomes a file name
+        names = ("settings", "source", "data", "step", "position", "seconds", "state")
+        return {x: checkpoint[x] for x in names} | dict(path=path, run_id=str(uuid.UUID(checkpoint["run_id"])))
     except Exception as error:
         raise UserError(f"--resume {path}: not a checkpoint, or a damaged one ({one_line(error)[:100]})") from None
 
@@ -819,8 +817,7 @@ class Run:
         s, log, saved, self.trainer, first_step = self.s, self.log, self.saved, Trainer(self.s, self.world), 0
         log.note(f"{self.world.size} x {self.hardware}; {s.dtype}, {'compiled' if s.compile else 'eager'}")
         log.note(f"{s.num_iterations} steps of {s.batch_sequences} x {s.sequence_length} tokens; log {log.path}")
-        self.trainer.warm_up(self.loader.next_batch())  # takes only the shapes of this batch
-        self.loader.position = [0, 0]
+        self.trainer.warm_up(DistributedDataLoader(s, self.world).next_batch())  # only its shapes count
         if saved:
             self.trainer.load_state(saved["state"])
             first_step, self.loader.position, log.seconds = saved["step"], saved["position"], saved["seconds"]
@@ -859,11 +856,12 @@ class Run:
             if due or stopping:  # now, before the update: these weights have given a finite loss
                 log.stop_clock()
                 self.save(step, position)
-                if self.world.size > 1:
-                    dist.barrier()  # nobody leaves before rank 0 has saved: torchrun would end it
                 log.started = time.perf_counter()
             if stopping:
-                raise self.stop or UserError("another process stopped", 1)
+                reasons = [self.stop] * self.world.size
+                if self.world.size > 1:  # all end for the same reason, and nobody before rank 0 has saved
+                    dist.all_gather_object(reasons, self.stop)
+                raise next(filter(None, reasons))
             if step == s.num_iterations:
                 return val_loss
             trainer.update(step)
@@ -896,7 +894,8 @@ class Run:
 def main(arguments: list[str] | None = None) -> int:
     """Train. The exit code is 0, 1 for a failure, 2 for what the user can fix, or 128 + n for signal n."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # if closed
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run listens, Ctrl-C ends any wait for other processes
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run listens, Ctrl-C ends any wait for other processes
     run = None
     try:
         flags = parse_flags(sys.argv[1:] if arguments is None else arguments)
@@ -916,12 +915,13 @@ def main(arguments: list[str] | None = None) -> int:
     if run:
         run.log.note(f"ended: {ending}")
     if code == 2:  # what all processes report is printed once: torchrun ends the others during their sleep
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5 if os.environ.get("LOCAL_RANK", "0") != "0" else 0)
-        print(f"train_gpt: {one_line(ending)}", file=sys.stderr)
+        with suppress(OSError):  # a closed pipe, or a file on a full disk
+            print(f"train_gpt: {one_line(ending)}", file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
     if code := main():
-        sys.stdout.flush()
         os._exit(code)  # at once: after a failure, threads that wait for other processes would keep this one alive
