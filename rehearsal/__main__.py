@@ -8,6 +8,7 @@
 Exit code 0: nothing wrong. 1: something was found. 2: bad usage, or it cannot be done on this machine.
 Losses and times of a rehearsal mean nothing. Peak memory and kernel resources do.
 """
+
 import argparse
 import json
 import math
@@ -17,7 +18,7 @@ from pathlib import Path
 from rehearsal import launch, report
 from rehearsal.launch import CannotRehearse, say
 
-TRIALS = 3      # shorter sequences that are tried after a run out of memory
+TRIALS = 3  # shorter sequences that are tried after a run out of memory
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -27,18 +28,21 @@ class OneLineParser(argparse.ArgumentParser):
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = OneLineParser(
-        prog="rehearse", usage="rehearse [record or script] [options] [--setting value ...]", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        prog="rehearse",
+        usage="rehearse [record or script] [options] [--setting value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--processes", type=int, default=8, help="ranks (default: 8)")
     parser.add_argument("--gpu_memory", type=float, help="GiB of each card (default: 79.1, an H100)")
     parser.add_argument("--gpu_capability", help="compute capability of the cards (default: 9.0)")
     parser.add_argument("--output", type=Path, help="folder for logs and report.json (default: a new one)")
     parser.add_argument("--cache", type=Path, help="compile cache to use again; its kernels are all reported")
     parser.add_argument("--timeout", type=float, default=60, help="minutes until a run is given up (default: 60)")
-    parser.add_argument("--no_fill", action="store_true", help="do not fill the compile cache with two ranks first")
     # The script comes first or not at all; argparse would take the value of an unknown setting for it.
     named = arguments[:1] if arguments and not arguments[0].startswith("-") else []
-    ours, rest = parser.parse_known_args(arguments[len(named):])
+    ours, rest = parser.parse_known_args(arguments[len(named) :])
     ours.script = named[0] if named else str(launch.HERE.parent / "train_gpt.py")
     if not 1 <= ours.processes <= launch.MOST_CARDS:
         raise CannotRehearse(f"--processes {ours.processes}: must be from 1 to {launch.MOST_CARDS}")
@@ -96,12 +100,11 @@ def rehearse(ours: argparse.Namespace, given: dict[str, str]) -> dict:
             if trial.exit_code == 0:
                 peak = report.read_memory(trial)[0]["peak_allocated_bytes"]
                 found["out_of_memory"]["fits"] = shorter | {
-                    "peak_allocated_bytes": peak, "smaller_batch": shorter in smaller_batch}
+                    "peak_allocated_bytes": peak,
+                    "smaller_batch": shorter in smaller_batch,
+                }
                 return
 
-    if ours.processes > 2 and not ours.no_fill:
-        # So that eight do not compile the same kernels side by side. One rank would not do: DDP divides the graph.
-        run(2, "filling", card)
     found = report.collect(run(ours.processes, "rehearsal", card), script, settings, cache)
     if found["out_of_memory"]:
         find_what_fits(found)

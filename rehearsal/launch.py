@@ -1,4 +1,5 @@
 """Running a training script on null GPUs: what torchrun starts, in which environment, with which settings."""
+
 import contextlib
 import itertools
 import os
@@ -13,20 +14,23 @@ from pathlib import Path
 from rehearsal import readings, shards
 
 HERE = Path(__file__).resolve().parent
-PLENTY_GIB = 4096                 # a card on which nothing is too large: to learn what a run would need
-SMALL_RUN = {                     # a few steps that touch everything: window changes, validation, checkpoint
+PLENTY_GIB = 4096  # a card on which nothing is too large: to learn what a run would need
+SMALL_RUN = {  # a few steps that touch everything: window changes, validation, checkpoint
     "num_iterations": "4",
     "warmup_steps": "2",
+    "kernel_warmup_steps": "2",  # newer scripts' name for it
     "val_loss_every": "2",
     "save_every": "4",
 }
 VALIDATION_SEQUENCES = 8
-CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")      # that card.c has a card for
+CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")  # that card.c has a card for
 MOST_CARDS = 64
 # What the user has set for other runs, and would change or hide what a rehearsal sees.
-NOT_INHERITED = re.compile("PYTHONWARNINGS|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES|TORCH_COMPILE_DISABLE|"
-                           r"TORCHDYNAMO_DISABLE|PYTORCH_(\w+_)?ALLOC_CONF")
-SPARE_STEPS = 4                   # shard tokens beyond the steps: warm-up, and loaders that read ahead
+NOT_INHERITED = re.compile(
+    "PYTHONWARNINGS|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES|TORCH_COMPILE_DISABLE|"
+    r"TORCHDYNAMO_DISABLE|PYTORCH_(\w+_)?ALLOC_CONF"
+)
+SPARE_STEPS = 4  # shard tokens beyond the steps: warm-up, and loaders that read ahead
 
 
 class CannotRehearse(Exception):
@@ -44,8 +48,11 @@ class Card:
     capability: str | None = None
 
     def environment(self) -> dict[str, str]:
-        values = {"NULLGPU_COUNT": self.count, "NULLGPU_MEMORY_GIB": self.memory_gib,
-                  "NULLGPU_CAPABILITY": self.capability}
+        values = {
+            "NULLGPU_COUNT": self.count,
+            "NULLGPU_MEMORY_GIB": self.memory_gib,
+            "NULLGPU_CAPABILITY": self.capability,
+        }
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
@@ -53,7 +60,7 @@ class Card:
 class Run:
     folder: Path
     processes: int
-    exit_code: int | None         # None: it took too long and was ended
+    exit_code: int | None  # None: it took too long and was ended
     seconds: float
     checkpoints: int
 
@@ -141,10 +148,11 @@ def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str
         "REHEARSAL_FOLDER": str(folder),
         "REHEARSAL_SCRIPT": str(script),
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "TRITON_CACHE_DIR": str(cache / "triton"),     # or Inductor keeps the same kernels once for each device
+        "TRITON_CACHE_DIR": str(cache / "triton"),  # or Inductor keeps the same kernels once for each device
         # many ranks share few cores here
         "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",  # kernels then carry the bytes that they read and write
         "TORCH_LOGS": "graph_breaks,recompiles",
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     }
@@ -152,29 +160,36 @@ def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str
     return inherited | ours | card.environment()
 
 
-def run(script: Path, settings: dict[str, str], processes: int, folder: Path, cache: Path, card: Card,
-        timeout: float) -> Run:
+def run(
+    script: Path, settings: dict[str, str], processes: int, folder: Path, cache: Path, card: Card, timeout: float
+) -> Run:
     """torchrun with that many ranks in a folder of its own; checkpoints are thrown away afterwards."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    cache.mkdir(parents=True, exist_ok=True)
     flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
     command = [str(venv() / "bin" / "torchrun"), "--standalone", f"--nproc_per_node={processes}", str(script), *flags]
     began = time.monotonic()
     with open(folder / "torchrun.log", "w") as log:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment(folder, cache, script, card), stdout=log, stderr=log,
-            stdin=subprocess.DEVNULL)
+            command,
+            cwd=folder,
+            env=environment(folder, cache, script, card),
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+        )
         try:
             exit_code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             exit_code = None
         finally:
             if process.poll() is None:
-                process.terminate()     # torchrun passes it on to its ranks
+                process.terminate()  # torchrun passes it on to its ranks
                 process.wait()
     checkpoints = list(folder.rglob("*.pt"))
     for checkpoint in checkpoints:
-        checkpoint.unlink()             # gigabytes of nothing
+        checkpoint.unlink()  # gigabytes of nothing
     return Run(folder, processes, exit_code, time.monotonic() - began, len(checkpoints))
 
 
