@@ -46,14 +46,13 @@ def keep(name: str, report: Path) -> None:
 
 def milliseconds(counts: dict, rates: predict.Rates) -> Published:
     """The prediction in the form in which times are published."""
-    steps = counts["steps"]
-    windows = [predict.window_at(step / steps, counts) for step in range(steps)]
+    windows = predict.windows_of(counts)
     taken = {window: 1e3 * sum(predict.step_seconds(counts, window, rates=rates).values()) for window in set(windows)}
 
     def mean(chosen: list[int]) -> float:
         return sum(taken[window] for window in chosen) / len(chosen)
 
-    last = steps // INTERVAL * INTERVAL
+    last = len(windows) // INTERVAL * INTERVAL
     return Published(mean(windows), mean(windows[:INTERVAL]), mean(windows[last - INTERVAL : last]))
 
 

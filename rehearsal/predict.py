@@ -77,6 +77,9 @@ class Rates:
     split: int = 1024  # inner dimension from which a product is shared by several multiprocessors
 
 
+FITTED = Rates()
+
+
 # ----------------------------------------------------------------------------------------------------
 # Documents and windows: how many pairs of blocks attention visits
 # ----------------------------------------------------------------------------------------------------
@@ -100,7 +103,10 @@ class Documents:
         return normal(beyond + sigma) - shorter / self.mean * normal(beyond)
 
 
-def visible_blocks(window: int, documents: Documents = Documents()) -> tuple[float, float]:
+FINEWEB = Documents()
+
+
+def visible_blocks(window: int, documents: Documents = FINEWEB) -> tuple[float, float]:
     """Key blocks that a block of queries visits within a window of that many blocks, on average: masked and full.
 
     A block is visited if its last token and the queries' first are of one document, and is full if all tokens from
@@ -125,7 +131,7 @@ def product_seconds(item: dict, card: Card, rates: Rates) -> float:
     peak = {"float8": card.float8_flops, "float32": card.float32_flops}.get(item["dtype"], card.bfloat16_flops)
     size = {"float8": 1, "float32": 4}.get(item["dtype"], 2)
     tall, wide = rates.tile
-    tiles = batches * min(math.ceil(m / tall) * math.ceil(n / wide), math.ceil(m / wide) * math.ceil(n / tall))
+    tiles = min(math.ceil(m / tall) * math.ceil(n / wide), math.ceil(m / wide) * math.ceil(n / tall)) * batches
     moved = size * batches * (m * k + k * n + m * n)
 
     def shared_by(parts: int) -> float:
@@ -230,7 +236,7 @@ class Span:
 
 
 def timeline(
-    counts: dict, window: int, card: Card = H100, rates: Rates = Rates(), ranks: int | None = None
+    counts: dict, window: int, card: Card = H100, rates: Rates = FITTED, ranks: int | None = None
 ) -> list[Span]:
     """Runs the step's order on its streams: work follows work, and an awaited event holds a stream back."""
     taken = [seconds(item, window, card, rates, ranks) for item in counts["items"]]
@@ -255,7 +261,7 @@ def timeline(
 
 
 def step_seconds(
-    counts: dict, window: int, card: Card = H100, rates: Rates = Rates(), ranks: int | None = None
+    counts: dict, window: int, card: Card = H100, rates: Rates = FITTED, ranks: int | None = None
 ) -> dict[str, float]:
     """The seconds of a step by part; their sum is the step.
 
@@ -300,16 +306,28 @@ def window_at(progress: float, counts: dict) -> int:
     return max(1, tokens // BLOCK)
 
 
-def predict(counts: dict, card: Card = H100, rates: Rates = Rates(), ranks: int | None = None) -> dict:
-    """Milliseconds per step by part at the first, middle and last window and over the run, and what follows."""
-    steps = counts["steps"]
-    windows = [window_at(step / steps, counts) for step in range(steps)]
-    by_window = {window: step_seconds(counts, window, card, rates, ranks) for window in sorted(set(windows))}
-    share = Counter(windows)
-    mean = {part: sum(by_window[w][part] * share[w] for w in share) / steps for part in PARTS}
+def windows_of(counts: dict) -> list[int]:
+    """The window of each step of the run, in blocks."""
+    return [window_at(step / counts["steps"], counts) for step in range(counts["steps"])]
 
-    def column(window: int, parts: dict) -> dict:
+
+def mean_seconds(counts: dict, card: Card = H100, rates: Rates = FITTED, ranks: int | None = None) -> dict[str, float]:
+    """The seconds of a step by part, over all windows of the run."""
+    share = Counter(windows_of(counts))
+    by_window = {window: step_seconds(counts, window, card, rates, ranks) for window in share}
+    return {part: sum(by_window[w][part] * share[w] for w in share) / counts["steps"] for part in PARTS}
+
+
+def predict(counts: dict, card: Card = H100, rates: Rates = FITTED, ranks: int | None = None) -> dict:
+    """Milliseconds per step by part at the first, middle and last window and over the run, and what follows."""
+    steps, windows = counts["steps"], windows_of(counts)
+    mean = mean_seconds(counts, card, rates, ranks)
+
+    def column(window: float, parts: dict) -> dict:
         return {"window": window, "ms": 1e3 * sum(parts.values()), "parts_ms": {p: 1e3 * parts[p] for p in PARTS}}
+
+    def at(step: int) -> dict:
+        return column(windows[step], step_seconds(counts, windows[step], card, rates, ranks))
 
     step = sum(mean.values())
     cards = counts["ranks"] if ranks is None else ranks
@@ -318,9 +336,9 @@ def predict(counts: dict, card: Card = H100, rates: Rates = Rates(), ranks: int 
         "card": card.name,
         "cards": cards,
         "steps": steps,
-        "first": column(windows[0], by_window[windows[0]]),
-        "middle": column(windows[steps // 2], by_window[windows[steps // 2]]),
-        "last": column(windows[-1], by_window[windows[-1]]),
+        "first": at(0),
+        "middle": at(steps // 2),
+        "last": at(-1),
         "run": column(round(sum(windows) / steps, 1), mean),
         "minutes": step * steps / 60,
         "tokens_per_second": counts["tokens"] / step,

@@ -310,32 +310,40 @@ def told(collective: tuple[str, int, str, int]) -> str:
 # ---- Kernels
 
 RESOURCES = re.compile(r"Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+LOCAL_ARRAY = re.compile(r"\.local\s.*__local_depot\d+\[(\d+)\]")
+SOURCE_FILE = re.compile(r'\.file\s+1 "(.*?)"')
 
 
 @dataclass(frozen=True)
 class Kernel:
     name: str
     registers: int
-    stack_bytes: int  # more than none: registers spill into memory
+    stack_bytes: int  # more than none: registers spill into memory; what the code itself keeps there is left out
     shared_bytes: int
     warps: int
     stages: int
     architecture: str
+    source: str = ""  # the same for all configurations of a kernel
+    cache_hash: str = ""  # differs between them
 
 
-def parse_kernel(resource_usage: str, metadata: dict) -> Kernel | None:
+def parse_kernel(resource_usage: str, metadata: dict, ptx: str = "", cache_hash: str = "") -> Kernel | None:
     found = RESOURCES.search(resource_usage)
     if not found:
         return None
     target = metadata.get("target") or {}
+    kept = sum(-(-int(size) // 8) * 8 for size in LOCAL_ARRAY.findall(ptx))  # sine and cosine do, for huge angles
+    source = SOURCE_FILE.search(ptx)
     return Kernel(
         name=found[1],
         registers=int(found[2]),
-        stack_bytes=int(found[3]),
+        stack_bytes=max(0, int(found[3]) - kept),
         shared_bytes=metadata.get("shared", int(found[4])),
         warps=metadata.get("num_warps", 0),
         stages=metadata.get("num_stages") or 0,
         architecture=f"sm_{target.get('arch', '?')}",
+        source=source[1] if source else "",
+        cache_hash=cache_hash,
     )
 
 
@@ -346,9 +354,29 @@ def read_kernels(cache: Path, cuobjdump: Path) -> list[Kernel]:
         usage = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True).stdout
         description = cubin.with_suffix(".json")
         metadata = json.loads(description.read_text()) if description.exists() else {}
-        if kernel := parse_kernel(usage, metadata):
+        ptx = cubin.with_suffix(".ptx")
+        text = ptx.read_text() if ptx.exists() else ""
+        if kernel := parse_kernel(usage, metadata, text, cubin.parent.name):
             kernels.add(kernel)
     return sorted(kernels, key=lambda kernel: (-kernel.stack_bytes, kernel.name, kernel.warps))
+
+
+def spills_of(kernels: list[Kernel], launched: set[str]) -> list[dict]:
+    """The kernels that spill, those first that a step runs, each with how many of its configurations would not.
+
+    Without a step to know from, all are taken for running.
+    """
+    spilling = []
+    for kernel in (kernel for kernel in kernels if kernel.stack_bytes):
+        others = [k for k in kernels if k.source == kernel.source and k is not kernel and kernel.source]
+        spilling.append(
+            {
+                **{name: value for name, value in asdict(kernel).items() if name not in ("source", "cache_hash")},
+                "runs": not launched or kernel.cache_hash in launched,
+                "spill_free_alternatives": sum(not other.stack_bytes for other in others),
+            }
+        )
+    return sorted(spilling, key=lambda kernel: not kernel["runs"])
 
 
 # ---- The script

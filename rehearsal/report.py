@@ -59,7 +59,7 @@ def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path
         "flops": summarise_flops(traffic, resolved),
         "step": (step := count_step(run, cache, script, resolved)),
         "prediction": predict.predict(step, card) if step and (card := card_of(kernels)) else None,
-        "spilling_kernels": [asdict(kernel) for kernel in kernels if kernel.stack_bytes],
+        "spilling_kernels": readings.spills_of(kernels, launched_kernels(run)),
         "resolved": {name: resolved.get(name) for name in ("sequence_length", "batch_sequences")},
     }
 
@@ -146,6 +146,10 @@ def count_step(run: launch.Run, cache: Path, script: Path, resolved: dict) -> di
     }
 
 
+def launched_kernels(run: launch.Run) -> set[str]:
+    return {kernel["cache_hash"] for text in texts(run, "steps").values() for kernel in steps.kernels_in(text).values()}
+
+
 def card_of(kernels: list[readings.Kernel]) -> predict.Card | None:
     names = {"sm_90": "H100", "sm_80": "A100", "sm_89": "4090", "sm_100": "B200"}
     return next((predict.CARDS[names[k.architecture]] for k in kernels if k.architecture in names), None)
@@ -210,7 +214,7 @@ def findings(found: dict) -> list[dict]:
     for entry in found["deprecations"]:
         add("deprecation", f"{entry['place']}: {entry['reason']}")
     for kernel in found["spilling_kernels"]:
-        if "flex_attention" in kernel["name"] and "backward" not in kernel["name"]:
+        if kernel["runs"] and "flex_attention" in kernel["name"] and "backward" not in kernel["name"]:
             add("attention_spills", f"{kernel['name']} spills {kernel['stack_bytes']} bytes")
     if not found["compiled"]["kernels"] and run["exit_code"] == 0:
         add("not_compiled", "no kernel was compiled")
@@ -351,13 +355,20 @@ def flops_lines(flops: dict) -> list[str]:
 
 
 def kernel_lines(kernels: list[dict]) -> list[str]:
-    lines = [f"spills        {len(kernels) or 'no'} kernels"]
-    lines += [
-        f"    {kernel['stack_bytes']:>5} bytes  {kernel['name'][:80]} "
-        f"({kernel['registers']} registers, {kernel['warps']} warps)"
-        for kernel in kernels[:LISTED]
-    ]
-    return lines + ([f"                 and {len(kernels) - LISTED} more"] if len(kernels) > LISTED else [])
+    running = [kernel for kernel in kernels if kernel["runs"]]
+    lines = [f"spills        {len(running) or 'no'} kernels that run"]
+    for kernel in running[:LISTED]:
+        others = kernel["spill_free_alternatives"]
+        lines.append(
+            f"    {kernel['stack_bytes']:>5} bytes  {kernel['name'][:60]} ({kernel['registers']} registers, "
+            f"{kernel['warps']} warps), {others or 'no'} configuration{'s' * (others != 1)} without"
+        )
+    if len(running) > LISTED:
+        lines.append(f"                 and {len(running) - LISTED} more")
+    if rejected := [kernel for kernel in kernels if not kernel["runs"]]:
+        most = max(kernel["stack_bytes"] for kernel in rejected)
+        lines.append(f"              {len(rejected)} configurations that spill up to {most} bytes were tried and left")
+    return lines
 
 
 def prediction_lines(prediction: dict | None) -> list[str]:

@@ -303,6 +303,12 @@ def mask_of(items: list[dict]) -> str:
     return "window" if any(item["reads_window"] for item in attention) else "blocks"
 
 
+def kernels_in(trace: str) -> dict[int, dict]:
+    """What the trace says of each kernel that Inductor compiled, by its number."""
+    described = (line.split(" ", 2) for line in trace.splitlines() if line.startswith("kernel "))
+    return {int(number): json.loads(text) for _, number, text in described}
+
+
 def count(trace: str, cache: Path, vocabulary: set[int]) -> dict | None:
     """The counts of the typical step of one rank's trace, or None if there is none."""
     lines = trace.splitlines()
