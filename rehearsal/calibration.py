@@ -26,6 +26,10 @@ class Published:
 
 FITTED_ON = "2025-01-04_SoftCap"
 PUBLISHED = {
+    "2024-11-24_WindowWarmup": Published(160.9, 152.4, 170.8),
+    "2024-12-08_UNetValueEmbeds": Published(161.1, 147.7, 173.5),
+    "2024-12-10_BlockWindow": Published(157.2, 149.5, 164.7),
+    "2024-12-17_SparsifyEmbeds": Published(144.0, 135.8, 151.4),
     FITTED_ON: Published(148.1, 139.4, 157.1),
 }
 

@@ -65,8 +65,8 @@ CARDS = {
 class Rates:
     """What of the peaks is reached. The first two are fitted on SoftCap, see calibration.py."""
 
-    products: float = 0.6905  # of the tensor cores' peak, in a large product that fills the card
-    hiding: float = 1.3632  # warps of a scheduler with which it issues an instruction in every second clock
+    products: float = 0.6589  # of the tensor cores' peak, in a large product that fills the card
+    hiding: float = 1.1582  # warps of a scheduler with which it issues an instruction in every second clock
     memory: float = 0.90  # of the memory's peak, in a kernel that streams
     links: float = 0.80  # of a link's peak, in a large collective
     launch: float = 2.5e-6  # seconds between two kernels of a stream, their first and last blocks included

@@ -25,7 +25,7 @@ from pathlib import Path
 BLOCK = 128  # tokens of a block of FlexAttention's mask
 RECORD, AWAIT = -1, -2
 FROM_HOST, TO_HOST = 1, 2  # cudaMemcpyKind
-LABEL = re.compile(r"^\$L__(BB\d+_\d+):")
+LABEL = re.compile(r"^(?:\$L__(BB\d+_\d+):|// %bb\.\d+:)")  # of a block of code that is jumped to, or of another
 LOOP = re.compile(r"//.*(?:=>This (?:Inner )?Loop Header|in Loop: Header=(BB\d+_\d+))")
 INSTRUCTION = re.compile(r"^\s+(?:@!?%p\d+\s+)?([a-z]\w*)((?:\.[\w:]+)*)\s")
 SPECIAL = {"ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos", "tanh", "div"}
@@ -42,7 +42,7 @@ WIDE = (".s64", ".u64", ".b64")  # take two instructions of 32 bits each
 def count_instructions(ptx: str) -> tuple[Counter, list[Counter]]:
     """All instructions and the special ones of a kernel's PTX: outside of its loops, and in one turn of each loop.
 
-    LLVM says beside each label which loop the code below belongs to. Both sides of a branch are counted, since the
+    LLVM says beside each block of code which loop it belongs to. Both sides of a branch are counted, since the
     threads of a warp rarely agree; but not what sine and cosine do with arguments above 100,000.
     """
     loops: dict[str, Counter] = {}
@@ -53,7 +53,7 @@ def count_instructions(ptx: str) -> tuple[Counter, list[Counter]]:
         if skipping:
             continue
         if found := LABEL.match(line):
-            label, here = found[1], outside
+            label, here = found[1] or "", outside
         if found := LOOP.search(line):
             here = loops.setdefault(found[1] or label, Counter())
         elif found := INSTRUCTION.match(line):
