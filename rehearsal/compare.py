@@ -25,9 +25,7 @@ def of_reports(ours: dict, other: dict) -> dict:
             ("kernels that spill", lambda found: sum(kernel["runs"] for kernel in found["spilling_kernels"])),
         )
     }
-    parts = {
-        part: tuple(found["prediction"]["run"]["parts_ms"][part] for found in (ours, other)) for part in PARTS
-    }
+    parts = {part: tuple(found["prediction"]["run"]["parts_ms"][part] for found in (ours, other)) for part in PARTS}
     parts["step"] = tuple(found["prediction"]["run"]["ms"] for found in (ours, other))
     for name in ("first", "last"):
         parts[f"step, {name} window"] = tuple(found["prediction"][name]["ms"] for found in (ours, other))

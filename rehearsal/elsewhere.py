@@ -11,6 +11,11 @@ from rehearsal.predict import CARDS, FITTED, H100, PARTS, Card, Rates
 NUMBERS = (1, 2, 4, 8, 16, 64)
 
 
+def tables(counts: dict) -> dict:
+    numbers = on_other_numbers(counts)
+    return {"cards_ms": on_other_cards(counts), "numbers_ms": {str(number): ms for number, ms in numbers.items()}}
+
+
 def on_other_cards(counts: dict) -> dict[str, float]:
     """Milliseconds per step over the run, with as many cards as were rehearsed."""
     return {card.name: 1e3 * sum(predict.mean_seconds(counts, card).values()) for card in CARDS.values()}

@@ -1,7 +1,9 @@
 """Running a training script on null GPUs: what torchrun starts, in which environment, with which settings."""
 
 import contextlib
+import hashlib
 import itertools
+import json
 import os
 import re
 import shutil
@@ -33,11 +35,11 @@ NOT_INHERITED = re.compile(
 SPARE_STEPS = 4  # shard tokens beyond the steps: warm-up, and loaders that read ahead
 
 
-class CannotRehearse(Exception):
+class UserError(Exception):
     """Bad usage or a machine on which it cannot be done: one line, exit code 2."""
 
 
-class DidNotCompile(CannotRehearse):
+class DidNotCompile(UserError):
     """The null GPU itself is at fault, not the machine."""
 
 
@@ -78,7 +80,7 @@ def set_up() -> None:
     result = subprocess.run([HERE / "setup.sh"], stdout=2, stderr=subprocess.PIPE, text=True)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["setup.sh failed"])[-1].removeprefix("rehearsal: ")
-        raise (DidNotCompile if result.returncode == 3 else CannotRehearse)(reason)
+        raise (DidNotCompile if result.returncode == 3 else UserError)(reason)
 
 
 def new_folder() -> Path:
@@ -89,6 +91,18 @@ def new_folder() -> Path:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
+
+
+def fingerprint(script: Path, given: dict[str, str], processes: int, card: Card) -> str:
+    """The same for two rehearsals that cannot differ: script, settings, cards, and the rehearsal's own sources."""
+    sources = [path for path in HERE.rglob("*") if path.suffix in (".py", ".c", ".h", ".sh", ".json")]
+    told = [script.read_text(), json.dumps([sorted(given.items()), processes, card.environment()])]
+    told += [path.read_text() for path in sorted([*sources, HERE.parent / "requirements.txt"])]
+    return hashlib.sha256("\0".join(told).encode()).hexdigest()
+
+
+def stored_report(key: str) -> Path:
+    return home() / "reports" / f"{key}.json"
 
 
 def cuobjdump() -> Path:
@@ -102,7 +116,7 @@ def find_script(name: str) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate.resolve()
-    raise CannotRehearse(f"{name} is neither a script nor a record")
+    raise UserError(f"{name} is neither a script nor a record")
 
 
 def check_settings(script: Path, given: dict[str, str]) -> None:
@@ -110,13 +124,13 @@ def check_settings(script: Path, given: dict[str, str]) -> None:
     try:
         known = readings.settings_of(script.read_text())
     except (SyntaxError, ValueError) as error:
-        raise CannotRehearse(f"{script} is not a Python script: {error}") from None
+        raise UserError(f"{script} is not a Python script: {error}") from None
     for name, value in given.items():
         if type(known.get(name)) is int and not re.fullmatch(r"[+-]?\d+", value):
-            raise CannotRehearse(f"--{name} {value}: must be a whole number")
+            raise UserError(f"--{name} {value}: must be a whole number")
     for name in ("sequence_length", "batch_sequences", "num_iterations", "val_tokens"):
         if name in given and not re.fullmatch(r"\+?\d+", given[name]):
-            raise CannotRehearse(f"--{name} {given[name]}: must be a whole number, and not less than 0")
+            raise UserError(f"--{name} {given[name]}: must be a whole number, and not less than 0")
 
 
 def choose_settings(script: Path, given: dict[str, str], data: Path) -> dict[str, str]:

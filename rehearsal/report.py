@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from rehearsal import calibration, launch, predict, readings, steps
+from rehearsal import calibration, elsewhere, launch, predict, readings, steps
 
 GIB = 2**30
 LISTED = 8  # lines of a list before the rest is summed up
@@ -58,7 +58,9 @@ def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path
         ),
         "flops": summarise_flops(traffic, resolved),
         "step": (step := count_step(run, cache, script, resolved)),
-        "prediction": predict.predict(step, card) if step and (card := card_of(kernels)) else None,
+        "card": (card := card_of(kernels)),
+        "prediction": predict.predict(step, predict.CARDS[card]) if step and card else None,
+        "extrapolation": elsewhere.tables(step) if step and card == "H100" else None,
         "spilling_kernels": readings.spills_of(kernels, launched_kernels(run)),
         "resolved": {name: resolved.get(name) for name in ("sequence_length", "batch_sequences")},
     }
@@ -150,9 +152,10 @@ def launched_kernels(run: launch.Run) -> set[str]:
     return {kernel["cache_hash"] for text in texts(run, "steps").values() for kernel in steps.kernels_in(text).values()}
 
 
-def card_of(kernels: list[readings.Kernel]) -> predict.Card | None:
+def card_of(kernels: list[readings.Kernel]) -> str | None:
+    """The card of predict.CARDS for which the kernels were compiled."""
     names = {"sm_90": "H100", "sm_80": "A100", "sm_89": "4090", "sm_100": "B200"}
-    return next((predict.CARDS[names[k.architecture]] for k in kernels if k.architecture in names), None)
+    return next((names[kernel.architecture] for kernel in kernels if kernel.architecture in names), None)
 
 
 def explain_out_of_memory(found: dict, unlimited: dict) -> None:
@@ -275,8 +278,8 @@ def as_text(found: dict) -> str:
     lines += [f"deprecations  {len(found['deprecations']) or 'none'}"]
     lines += memory_lines(found["memory"]) + collective_lines(found["collectives"], found["processes"])
     lines += flops_lines(found["flops"]) + kernel_lines(found["spilling_kernels"])
-    lines += ["", *prediction_lines(found["prediction"])]
-    lines += ["", *verdict_lines(found["findings"]), f"logs and report.json in {found['folder']}"]
+    lines += ["", *prediction_lines(found["prediction"]), *extrapolation_lines(found["extrapolation"])]
+    lines += ["", *verdict_lines(found["findings"]), f"logs, report.json and timeline.html in {found['folder']}"]
     return "\n".join(lines)
 
 
@@ -390,6 +393,17 @@ def prediction_lines(prediction: dict | None) -> list[str]:
         f"{prediction['flop_utilisation']:.1%} of the peak FLOPs"
     )
     return [*lines, f"    {calibration.in_one_line()}"]
+
+
+def extrapolation_lines(tables: dict | None) -> list[str]:
+    if not tables:
+        return []
+    cards = ", ".join(f"{name} {ms:.0f}" for name, ms in tables["cards_ms"].items())
+    numbers = ", ".join(f"{number}: {ms:.0f}" for number, ms in tables["numbers_ms"].items())
+    return [
+        f"    extrapolated to other cards, ms per step: {cards}",
+        f"    extrapolated to other numbers of H100s, the batch kept: {numbers}",
+    ]
 
 
 def verdict_lines(judged: list[dict]) -> list[str]:

@@ -272,12 +272,30 @@ class Counting:
         self.order[at][0] = self.items.setdefault(json.dumps(item, sort_keys=True), len(self.items))
 
     def counts(self) -> dict:
-        used = sorted({entry[0] for entry in self.order if entry[0] >= 0})
-        renumbered = {old: new for new, old in enumerate(used)}
-        keys = list(self.items)
-        order = [[renumbered[entry[0]], entry[1]] if entry[0] >= 0 else entry for entry in needed_events(self.order)]
+        keys, order = list(self.items), needed_events(self.order)
+        used = sorted({entry[0] for entry in order if entry[0] >= 0})
         items = [json.loads(keys[index]) for index in used]
-        return {"items": items, "order": order, "mask": mask_of(items)}
+        return {"items": items, "order": numbered(order, used), "mask": mask_of(items)}
+
+
+def numbered(order: list[list[int]], used: list[int]) -> list[list[int]]:
+    """Items, streams and events by the order in which they come: the same in each rehearsal of a script."""
+    items = {old: new for new, old in enumerate(used)}
+    streams: dict[int, int] = {}
+    events: dict[int, int] = {}
+    renumbered, recorded = [], 0
+    for entry in order:
+        if entry[0] == RECORD:
+            _, event, stream = entry
+            events[event] = recorded
+            renumbered.append([RECORD, recorded, streams.setdefault(stream, len(streams))])
+            recorded += 1  # a handle that is recorded again is another event
+        elif entry[0] == AWAIT:
+            _, stream, event = entry
+            renumbered.append([AWAIT, streams.setdefault(stream, len(streams)), events[event]])
+        else:
+            renumbered.append([items[entry[0]], streams.setdefault(entry[1], len(streams))])
+    return renumbered
 
 
 def needed_events(order: list[list[int]]) -> list[list[int]]:

@@ -417,7 +417,7 @@ def test_settings_are_read_from_a_script_without_running_it():
 def test_flags_are_paired_up_and_odd_ones_refused():
     assert pair_up(["--a", "1", "--b=2"]) == {"a": "1", "b": "2"}
     for bad in (["a"], ["--a"]):
-        with pytest.raises(launch.CannotRehearse):
+        with pytest.raises(launch.UserError):
             pair_up(bad)
 
 
@@ -503,7 +503,7 @@ def test_a_changed_pin_or_source_is_noticed(tmp_path):
 def test_setup_tells_the_user_while_it_works_and_why_it_cannot(tmp_path, monkeypatch, capfd):
     set_up_with(tmp_path, "echo installing", monkeypatch)
     assert capfd.readouterr() == ("", "installing\n")
-    with pytest.raises(launch.CannotRehearse, match=r"^no network$") as refused:
+    with pytest.raises(launch.UserError, match=r"^no network$") as refused:
         set_up_with(tmp_path, "echo rehearsal: no network >&2; exit 2", monkeypatch)
     assert not isinstance(refused.value, launch.DidNotCompile)
     with pytest.raises(launch.DidNotCompile, match=r"^it did not compile$"):
@@ -580,7 +580,7 @@ def prepared():
         launch.set_up()
     except launch.DidNotCompile:
         raise
-    except launch.CannotRehearse as reason:
+    except launch.UserError as reason:
         pytest.skip(str(reason))
 
 
