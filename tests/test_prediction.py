@@ -1,17 +1,22 @@
 """The predicted time: arithmetic on made-up counts, the reading of a trace, and the table of published records."""
 
+import json
 import math
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rehearsal import predict, steps
-from rehearsal.predict import H100, Rates
+from rehearsal import calibration, compare, elsewhere, launch, picture, predict, readings, steps
+from rehearsal.__main__ import main
+from rehearsal.predict import H100, PARTS, Rates
 
+ROOT = Path(__file__).resolve().parent.parent
 EXACT = Rates(products=1.0, hiding=0.0, memory=1.0, links=1.0, launch=0.0, collective=0.0, ramp=0)
 
 
@@ -283,7 +288,7 @@ def test_instructions_are_counted_outside_and_inside_of_loops():
 def a_kernel(name: str, number: int, **more) -> str:
     described = {"name": name, "bytes": 1000, "constants": {"XBLOCK": 1, "R0_BLOCK": 1024}, "numels": [8, 4096]}
     described |= {"warps": 4, "registers": 32, "cache_hash": "K", "template": {}, "shapes": [[[8, 4096], "float32"]]}
-    return f"kernel {number} {steps.json.dumps(described | more)}"
+    return f"kernel {number} {json.dumps(described | more)}"
 
 
 TRACE = f"""Optimizer 1 begins
@@ -354,5 +359,240 @@ def test_random_traces_are_read_or_refused_without_a_crash():
     rng = random.Random(0)
     for _ in range(50):
         some = [line for line in words if line.startswith("kernel") or rng.random() < 0.7]
-        counts = steps.count("\n".join(some), steps.Path("/nowhere"), {50304})
+        counts = steps.count("\n".join(some), Path("/nowhere"), {50304})
         assert counts is None or sum(predict.step_seconds(a_run(**counts), 1).values()) >= 0
+
+
+def test_counts_do_not_depend_on_the_handles_of_streams_and_events(tmp_path):
+    renamed = TRACE.replace("e1", "x").replace("e2", "y").replace("e3", "e1").replace(" n\n", " m\n")
+    renamed = renamed.replace("await n", "await m")
+    assert steps.count(renamed, tmp_path, set()) == steps.count(TRACE, tmp_path, set())
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is published
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def softcap() -> dict:
+    return calibration.counts_of(calibration.FITTED_ON)
+
+
+def test_the_two_rates_are_those_that_fit_softcap(softcap):
+    fitted = calibration.fit(softcap, calibration.PUBLISHED[calibration.FITTED_ON])
+    assert fitted.products == pytest.approx(Rates().products, abs=1e-4)
+    assert fitted.hiding == pytest.approx(Rates().hiding, abs=1e-3)
+    assert replace(fitted, products=Rates().products, hiding=Rates().hiding) == Rates()  # and no other was touched
+
+
+def test_the_table_in_the_readme_is_the_one_that_the_kept_counts_give():
+    assert "\n".join(calibration.table()) in (ROOT / "rehearsal" / "README.md").read_text()
+
+
+def test_the_records_that_were_held_out_are_predicted_within_five_percent():
+    found = calibration.errors()
+    assert len(found) == 4 and max(map(abs, found)) < 0.05
+
+
+def test_kept_counts_are_small_and_of_the_records_at_full_size():
+    for record in calibration.PUBLISHED:
+        path = calibration.FOLDER / f"{record}.json"
+        counts = json.loads(path.read_text())
+        assert path.stat().st_size < 60_000
+        assert (counts["tokens"], counts["ranks"]) == (524288, 8)
+        script = readings.settings_of((ROOT / "records" / record / "train_gpt.py").read_text())
+        assert counts["steps"] == script["num_iterations"]
+
+
+def test_the_fit_finds_rates_that_were_put_in(softcap):
+    """Times that the model itself makes with other rates are a table for which the answer is known."""
+    other = replace(Rates(), products=0.6, hiding=2.0)
+    found = calibration.fit(softcap, calibration.milliseconds(softcap, other))
+    assert (found.products, found.hiding) == (pytest.approx(0.6, abs=1e-5), pytest.approx(2.0, abs=1e-4))
+
+
+def test_a_records_step_grows_with_its_window_and_shrinks_with_more_cards(softcap):
+    by_window = [sum(predict.step_seconds(softcap, window).values()) for window in range(1, 15)]
+    assert by_window == sorted(by_window)
+    by_number = list(elsewhere.on_other_numbers(softcap).values())
+    assert by_number == sorted(by_number, reverse=True)
+    assert elsewhere.on_other_numbers(softcap)[8] == pytest.approx(predict.predict(softcap)["run"]["ms"])
+
+
+def test_fewer_cards_take_the_batch_in_turns_and_share_out_the_optimizer():
+    muon, adam = product(8192, 8192, 8192, part="optimizer"), kernel(10**9, part="optimizer")
+    counts = a_run([product(65536, 768, 768), attention(), muon, adam], steps=1)
+    both = [elsewhere.shared_by(counts, number)["items"] for number in (4, 16)]
+    assert [items[0]["m"] for items in both] == [65536, 32768]
+    assert [items[1]["tokens"] for items in both] == [65536, 32768]
+    assert [items[2]["batches"] for items in both] == [2, 0.5]
+    assert [items[3]["bytes"] for items in both] == [10**9, 10**9]
+    eight, four = (elsewhere.milliseconds(counts, number) for number in (8, 4))
+    assert 1.5 * eight < four < 2.1 * eight
+
+
+# ----------------------------------------------------------------------------------------------------
+# Two rehearsals side by side, the picture, and reports that are used again
+# ----------------------------------------------------------------------------------------------------
+
+
+def a_report(counts: dict, **more) -> dict:
+    known = {
+        "script": "train_gpt.py",
+        "given": {},
+        "when": "2025-01-01 00:00",
+        "step": counts,
+        "card": "H100",
+        "processes": 8,
+        "prediction": predict.predict(counts),
+        "memory": {"per_rank": {"0": {"peak_allocated_bytes": 2**30}}},
+        "collectives": {"per_step": 3, "bytes_per_step": 2**30},
+        "spilling_kernels": [],
+        "findings": [],
+        "folder": "",
+    }
+    return known | more
+
+
+def test_a_comparison_says_what_changed_and_its_parts_add_up():
+    before = a_run([product(65536, 768, 768), kernel(10**9, name="triton_poi_fused_add_3"), attention()])
+    after = a_run(
+        [product(65536, 768, 768), kernel(10**9, name="triton_poi_fused_add_7"), kernel(2 * 10**9, name="new")]
+    )
+    found = compare.of_reports(a_report(before), a_report(after, given={"num_layers": "4"}))
+    assert found["figures"]["launches per step"] == {"ours": 3, "other": 3}
+    assert found["figures"]["GiB read and written by kernels"]["other"] == pytest.approx(3e9 / 2**30)
+    assert {entry["item"] for entry in found["items"]} == {"attention forward, 65536 tokens, 6 heads", "new"}
+    steps_ms, parts = found["predicted_ms"]["step"], [found["predicted_ms"][part] for part in PARTS]
+    for side in ("ours", "other"):
+        assert steps_ms[side] == pytest.approx(sum(part[side] for part in parts))
+    text = compare.as_text(found, "error: 3 %")
+    assert "B: train_gpt.py --num_layers 4" in text and text.endswith("error: 3 %")
+    assert re.search(r"launches per step +3\.00 +3\.00 +same", text)
+
+
+def test_a_script_against_itself_changes_nothing(softcap):
+    found = compare.of_reports(a_report(softcap), a_report(softcap))
+    assert found["items"] == []
+    assert all(pair["ours"] == pair["other"] for pair in [*found["figures"].values(), *found["predicted_ms"].values()])
+
+
+def test_the_trace_for_perfetto_holds_every_span_where_it_belongs(softcap):
+    spans = predict.timeline(softcap, 7)
+    events = picture.as_trace(spans)["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == len(picture.shown(spans))
+    assert max(event["ts"] + event["dur"] for event in complete) == pytest.approx(1e6 * max(s.end for s in spans))
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"predicted: computation", "predicted: communication"} <= names
+    for thread in {event["tid"] for event in complete}:
+        ends = 0.0
+        for event in sorted((e for e in complete if e["tid"] == thread), key=lambda e: e["ts"]):
+            assert event["ts"] >= ends - 0.01  # nothing overlaps on a stream
+            ends = event["ts"] + event["dur"]
+
+
+def test_the_page_is_one_file_that_says_predicted_and_the_error(softcap):
+    page = picture.as_page(predict.timeline(softcap, 7), "Predicted: a <step>", "error 3 %")
+    assert "Predicted: a &lt;step>" not in page and "Predicted: a &lt;step&gt;" in page and "error 3 %" in page
+    assert not re.search(r"""(?:src|href)=|url\(|https?://(?!www\.w3\.org/2000/svg)""", page)
+    data = json.loads(re.search(r"const data = (.*);\n", page)[1])
+    assert len(data["spans"]) == len(picture.shown(predict.timeline(softcap, 7)))
+
+
+@pytest.fixture
+def unchanged(tmp_path, monkeypatch, softcap):
+    """A script of which an earlier rehearsal has left its report; to run it again would fail."""
+    script = tmp_path / "script.py"
+    script.write_text("class Hyperparameters:\n    num_iterations: int = 3\n    train_files: str = ''\n")
+    monkeypatch.setenv("REHEARSAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(launch, "set_up", lambda: None)
+
+    def refuse(*args):
+        raise launch.UserError("it would be run")
+
+    monkeypatch.setattr(launch, "run", refuse)
+
+    def leave(given: dict, counts: dict = softcap) -> None:
+        path = launch.stored_report(launch.fingerprint(script, given, 8, launch.Card(8)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(a_report(counts, script=str(script), given=given, folder=str(tmp_path))))
+
+    return script, leave
+
+
+def test_a_changed_script_setting_or_card_is_rehearsed_again(unchanged, tmp_path, capsys):
+    script, leave = unchanged
+    leave({"num_layers": "4"})
+    for words in (
+        ["--num_layers", "5"],
+        ["--num_layers", "4", "--processes", "2"],
+        ["--num_layers", "4", "--fresh"],
+        ["--num_layers", "4", "--gpu_memory", "24"],
+    ):
+        assert main([str(script), *words]) == 2 and "it would be run" in capsys.readouterr().err
+    script.write_text(script.read_text() + "\n")
+    assert main([str(script), "--num_layers", "4"]) == 2 and "it would be run" in capsys.readouterr().err
+
+
+def test_against_compares_two_settings_and_keeps_the_comparison(unchanged, tmp_path, capsys):
+    script, leave = unchanged
+    leave({})
+    leave({"num_layers": "4"}, calibration.counts_of("2024-12-10_BlockWindow"))
+    assert main([str(script), "--against", "--num_layers", "4"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("nothing has changed since the rehearsal of 2025-01-01 00:00") == 2
+    assert re.search(r"step +148\.10 +159\.\d+ +\+11\.\d+", said.out)
+    assert json.loads((tmp_path / "comparison.json").read_text())["predicted_ms"]["step"]["ours"] == pytest.approx(
+        148.1, abs=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--against"], "--against: name another script or other settings after it"),
+        (["--against", "no_such_record"], "no_such_record is neither a script nor a record"),
+        (["--against", "--num_iterations", "many"], "--num_iterations many: must be a whole number"),
+        (["--against", "--num_layers"], "--num_layers: settings are given as --name value"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made_is_refused_in_one_line(unchanged, words, told, capsys):
+    script, leave = unchanged
+    leave({})
+    assert main([str(script), *words]) == 2
+    assert capsys.readouterr().err == f"rehearse: {told}\n"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Kernels that spill
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_spills_are_those_of_kernels_that_run_and_name_their_alternatives():
+    def compiled(name: str, stack: int, cache_hash: str, source: str) -> readings.Kernel:
+        return readings.Kernel(name, 255, stack, 0, 8, 1, "sm_90", source, cache_hash)
+
+    kernels = [compiled("a", 5016, "A1", "a.py"), compiled("a", 0, "A2", "a.py"), compiled("b", 48, "B1", "b.py")]
+    found = readings.spills_of(kernels, {"A2", "B1"})
+    assert [(kernel["name"], kernel["runs"], kernel["spill_free_alternatives"]) for kernel in found] == [
+        ("b", True, 0),
+        ("a", False, 1),
+    ]
+    assert all(kernel["runs"] for kernel in readings.spills_of(kernels, set()))  # no step to know from
+
+
+def test_what_the_code_itself_keeps_in_local_memory_is_no_spill():
+    usage = " Function triton_per_0:\n  REG:32 STACK:32 SHARED:0 LOCAL:0"
+    assert readings.parse_kernel(usage, {}).stack_bytes == 32
+    ptx = '.local .align 4 .b8 \t__local_depot0[28];\n.file\t1 "/cache/cabc.py"'
+    kernel = readings.parse_kernel(usage, {}, ptx, "K")
+    assert (kernel.stack_bytes, kernel.source, kernel.cache_hash) == (0, "/cache/cabc.py", "K")
+
+
+def test_settings_are_read_from_any_class_that_holds_a_runs_settings():
+    source = "class Settings:\n    train_files: str = setting('a/*.bin', 'shards')\n"
+    source += "    num_iterations: int = setting(default=64 * 2)\n"
+    assert readings.settings_of(source) == {"train_files": "a/*.bin", "num_iterations": 128}
+    assert readings.settings_of("class Other:\n    x: int = 1\n") == {}

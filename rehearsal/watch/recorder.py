@@ -69,6 +69,8 @@ def size_of(tensor) -> int:
 class Operations(TorchDispatchMode):
     """Sees each operation that torch itself launches, in compiled graphs too; changes nothing."""
 
+    supports_higher_order_operators = True  # FlexAttention that is not compiled, passed on as it is
+
     def __init__(self, recorder: Recorder):
         super().__init__()
         self.recorder = recorder
@@ -78,22 +80,24 @@ class Operations(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_tensor = self.recorder.torch.is_tensor
-        inputs = [x for x in tree_leaves((args, kwargs)) if is_tensor(x)]
-        if func.namespace == "aten" and any(x.is_cuda for x in inputs) and not func.is_view:
-            schema, values = func._schema.arguments, list(args) + [None] * len(func._schema.arguments)
-            changed = [
-                value if value is not None else (kwargs or {}).get(argument.name)
-                for argument, value in zip(schema, values, strict=False)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-            written = sum(size_of(x) for x in tree_leaves(changed) if is_tensor(x))
-            outputs_only = {id(x) for x in tree_leaves((kwargs or {}).get("out")) if is_tensor(x)}
-            read = sum(size_of(x) for x in inputs if x.is_cuda and id(x) not in outputs_only)
-            self.recorder.note(f"op {func.__name__} {read} {written}")
-            result = func(*args, **(kwargs or {}))
-            if not written:
-                fresh = sum(size_of(x) for x in tree_leaves(result) if is_tensor(x) and x.is_cuda)
-                self.recorder.note(f"made {fresh}")
-            return result
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        inputs = [x for x in self.tensors((args, kwargs)) if x.is_cuda]
+        if getattr(func, "namespace", "") != "aten" or func.is_view or not inputs:
+            return func(*args, **kwargs)
+        results = self.tensors([kwargs.get("out")])
+        changed = self.tensors([value for argument, value in bound(func, args, kwargs) if argument.is_write])
+        read = sum(size_of(x) for x in inputs if not any(x is result for result in results))
+        self.recorder.note(f"op {func.__name__} {read} {sum(map(size_of, changed))}")
+        made = func(*args, **kwargs)
+        if not changed:
+            self.recorder.note(f"made {sum(size_of(x) for x in self.tensors(made) if x.is_cuda)}")
+        return made
+
+    def tensors(self, values) -> list:
+        return [x for x in tree_leaves(values) if self.recorder.torch.is_tensor(x)]
+
+
+def bound(func, args: tuple, kwargs: dict):
+    """The operation's arguments as its schema declares them, each with its value."""
+    for number, argument in enumerate(func._schema.arguments):
+        yield argument, args[number] if number < len(args) else kwargs.get(argument.name)

@@ -11,7 +11,6 @@ In the rehearsal's folder, for each rank R:
 import atexit
 import contextlib
 import ctypes
-import fcntl
 import functools
 import importlib.abc
 import importlib.util
@@ -25,6 +24,7 @@ from pathlib import Path
 import peak_memory
 
 HISTORY_EVENTS = 400_000  # allocations and frees that are remembered on rank 0: several full-size steps
+PATIENCE = 90  # seconds that a rank waits for rank 0 to compile a graph, before it does so itself
 LABELLED_STEPS = 20  # optimizer steps after which the owners of memory are noted
 
 
@@ -33,7 +33,7 @@ def start(folder: str, rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     name_the_caller_of_warnings()
-    share_compiled_code(rank)
+    share_compiled_code(folder, rank)
     after_import("torch", Watcher(Path(folder), rank).begin)
 
 
@@ -53,28 +53,41 @@ def name_the_caller_of_warnings() -> None:
     warnings.showwarning = show_with_caller
 
 
-def share_compiled_code(rank: int) -> None:
-    """Lets one rank compile what the others then find in the cache.
+def share_compiled_code(folder: str, rank: int) -> None:
+    """Lets rank 0 compile what the others then find in the cache.
 
-    Compiled code names its device, so all ranks take the first card, each in its own world. Only the last one keeps
-    its own number, and compiles for itself: a script that takes the wrong card must not go unnoticed.
+    Compiled graphs name their card, so all ranks take the first one, each in its own world. Only the last one keeps its
+    own number, so that a script that takes the wrong card does not go unnoticed. It compiles its graphs for itself, but
+    finds their kernels, which name no card.
     """
     if rank < int(os.environ["WORLD_SIZE"]) - 1:
         os.environ["LOCAL_RANK"] = "0"
-    lock = open(f"{os.environ['TORCHINDUCTOR_CACHE_DIR']}/compiling.{os.environ['LOCAL_RANK']}", "w")
+    if rank == 0:
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(os.cpu_count() or 1, 8))
+    compiled = open(f"{folder}/compiled", "ab", buffering=0)  # a byte for each graph that rank 0 has compiled
+    own = 0
+
+    def wait_for_the_first() -> None:
+        """Until rank 0 has compiled as many graphs as this one needs now, or takes too long: no rank depends on it."""
+        patience = time.monotonic() + PATIENCE
+        while os.fstat(compiled.fileno()).st_size < own and time.monotonic() < patience:
+            time.sleep(0.02)
 
     def take_turns(module) -> None:
         compile_graph = module._compile_fx_inner
 
         @functools.wraps(compile_graph)
-        def compile_alone(*args, **kwargs):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                return compile_graph(*args, **kwargs)
-            finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)
+        def compile_or_find(*args, **kwargs):
+            nonlocal own
+            own += 1
+            if rank:
+                wait_for_the_first()
+            done = compile_graph(*args, **kwargs)
+            if not rank:
+                compiled.write(b".")
+            return done
 
-        module._compile_fx_inner = compile_alone
+        module._compile_fx_inner = compile_or_find
 
     after_import("torch._inductor.compile_fx", take_turns)
 
