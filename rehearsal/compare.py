@@ -73,7 +73,7 @@ def told(item: dict) -> str:
             return f"{item['name']} of {item['bytes'] / 2**20:.1f} MiB"
         case "copy":
             return "copies"
-    return item["name"].rstrip("0123456789").rstrip("_")  # Inductor numbers them anew in each graph
+    return item["name"].rstrip("0123456789").rstrip("_")  # Inductor's number of it in its graph
 
 
 def milliseconds_by_item(found: dict) -> Counter:

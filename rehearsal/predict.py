@@ -9,6 +9,7 @@ predictions are worth is in README.md beside this file: published, predicted, er
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 from rehearsal.steps import AWAIT, BLOCK, RECORD
 
@@ -98,7 +99,7 @@ class Documents:
             return 1.0
         mu, variance = math.log(self.median), 2 * math.log(self.mean / self.median)
         sigma, shorter = math.sqrt(variance), tokens - 1
-        normal = lambda x: 0.5 * math.erfc(-x / math.sqrt(2))  # noqa: E731
+        normal = NormalDist().cdf
         beyond = (mu - math.log(shorter)) / sigma
         return normal(beyond + sigma) - shorter / self.mean * normal(beyond)
 
@@ -307,8 +308,10 @@ def window_at(progress: float, counts: dict) -> int:
 
 
 def windows_of(counts: dict) -> list[int]:
-    """The window of each step of the run, in blocks."""
-    return [window_at(step / counts["steps"], counts) for step in range(counts["steps"])]
+    """The window of each step of the run, in blocks, of which a sequence has no more than so many."""
+    lengths = [item["tokens"] // BLOCK for item in counts["items"] if item["kind"] == "attention"]
+    steps, most = counts["steps"], max(lengths, default=1)
+    return [min(window_at(step / steps, counts), most) for step in range(steps)]
 
 
 def mean_seconds(counts: dict, card: Card = H100, rates: Rates = FITTED, ranks: int | None = None) -> dict[str, float]:

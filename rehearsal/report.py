@@ -339,7 +339,7 @@ def collective_lines(collectives: dict, processes: int) -> list[str]:
         return ["collectives   none"]
     if not order and processes > 1:
         order = f", same order on all {processes} ranks"
-    lines = [f"collectives   {collectives['per_step']} a step, {gib(collectives['bytes_per_step'])} a rank{order}"]
+    lines = [f"collectives   {collectives['per_step']} per step, {gib(collectives['bytes_per_step'])} per rank{order}"]
     return lines + [f"    {kind['count']:>11}  {kind['kind']}, {gib(kind['bytes'])}" for kind in collectives["kinds"]]
 
 
@@ -347,14 +347,17 @@ def flops_lines(flops: dict) -> list[str]:
     per_token = flops["model_matmul_per_token"]
     attention = flops["attention_per_token_at_most"]
     lines = [
-        f"FLOPs         {flops['model_matmul_per_step']:.3e} a step in the model's matrix products"
-        + (f", {per_token:.3e} a token" if per_token else "")
+        f"FLOPs         {flops['model_matmul_per_step']:.3e} per step in the model's matrix products"
+        + (f", {per_token:.3e} per token" if per_token else "")
     ]
     if attention:
-        lines.append(f"              attention adds at most {attention:.3e} a token at the widest window")
+        lines.append(f"              attention adds at most {attention:.3e} per token at the widest window")
     if flops["with_validation"]:
         lines.append("              with a validation in each step, in the collectives too: --val_loss_every is 1")
-    return [*lines, f"              {flops['optimizer_matmul_per_step']:.3e} a step in the optimizers, over all ranks"]
+    return [
+        *lines,
+        f"              {flops['optimizer_matmul_per_step']:.3e} per step in the optimizers, over all ranks",
+    ]
 
 
 def kernel_lines(kernels: list[dict]) -> list[str]:

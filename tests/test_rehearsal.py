@@ -298,8 +298,9 @@ def test_the_peak_of_every_rank_goes_into_one_line():
 
 def test_an_order_of_collectives_is_told_only_where_there_is_one():
     some = {"in_all": 5, "per_step": 2, "bytes_per_step": 2**30, "kinds": [], "mismatch": ""}
-    assert report.collective_lines(some, 8) == ["collectives   2 a step, 1.00 GiB a rank, same order on all 8 ranks"]
-    assert report.collective_lines(some, 1) == ["collectives   2 a step, 1.00 GiB a rank"]
+    told = "collectives   2 per step, 1.00 GiB per rank"
+    assert report.collective_lines(some, 8) == [f"{told}, same order on all 8 ranks"]
+    assert report.collective_lines(some, 1) == [told]
     assert report.collective_lines({**some, "in_all": 0, "per_step": 0}, 8) == ["collectives   none"]
 
 
