@@ -40,8 +40,9 @@ def counts_of(record: str) -> dict:
 
 def keep(name: str, report: Path) -> None:
     """Only what a prediction needs, in few bytes."""
-    FOLDER.mkdir(exist_ok=True)
-    counts = json.loads(report.read_text())["step"]
+    counts = json.loads(report.read_text()).get("step")
+    if not counts:
+        raise ValueError(f"{report} has no step: the rehearsal did not get through one")
     for item in counts["items"]:
         if "name" in item:
             item["name"] = item["name"][:40]
@@ -113,12 +114,18 @@ def in_one_line() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["--keep"] and len(arguments) == 3:
-        keep(arguments[1], Path(arguments[2]))
-        return 0
-    rates = fit(counts_of(FITTED_ON), PUBLISHED[FITTED_ON])
-    print(f"fitted on {FITTED_ON}: products {rates.products:.4f}, hiding {rates.hiding:.4f}")
-    print("\n".join(table()))
+    try:
+        if arguments[:1] == ["--keep"] and len(arguments) == 3:
+            keep(arguments[1], Path(arguments[2]))
+        elif arguments:
+            raise ValueError("give nothing, or --keep NAME report.json")
+        else:
+            rates = fit(counts_of(FITTED_ON), PUBLISHED[FITTED_ON])
+            print(f"fitted on {FITTED_ON}: products {rates.products:.4f}, hiding {rates.hiding:.4f}")
+            print("\n".join(table()))
+    except (OSError, ValueError) as error:
+        print(f"calibration: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

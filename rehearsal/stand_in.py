@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
-FAULTS = ("none", "graph_break", "recompile", "wrong_size", "deprecated", "crash")
+FAULTS = ("none", "graph_break", "recompile", "wrong_size", "wrong_card", "deprecated", "crash")
 
 
 @dataclasses.dataclass
@@ -122,6 +122,8 @@ def seed_fault(settings: Hyperparameters, step: int, model: GPT):
         model.temperature = 0.5  # a Python number that the compiled graph has built in
     if settings.fault == "wrong_size" and step == 2:
         dist.all_reduce(torch.zeros(16 if rank == 1 else 8, device="cuda"))
+    if settings.fault == "wrong_card" and step == 1:
+        model.head.weight.grad = torch.zeros_like(model.head.weight, device="cuda:0")  # right on rank 0 only
     if settings.fault == "deprecated" and step == 1:
         torch.cuda.amp.autocast()
     if settings.fault == "crash" and step == 2:

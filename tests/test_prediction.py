@@ -405,6 +405,18 @@ def test_kept_counts_are_small_and_of_the_records_at_full_size():
         assert counts["steps"] == script["num_iterations"]
 
 
+def test_counts_are_kept_from_a_report_that_has_a_step(tmp_path, monkeypatch, capsys, softcap):
+    monkeypatch.setattr(calibration, "FOLDER", tmp_path)
+    (tmp_path / "report.json").write_text(json.dumps({"step": softcap}))
+    assert calibration.main(["--keep", "new", str(tmp_path / "report.json")]) == 0
+    assert calibration.counts_of("new") == softcap
+    (tmp_path / "report.json").write_text('{"step": null}')
+    for words in (["--keep", "new", str(tmp_path / "report.json")], ["--keep", "new", "nowhere.json"], ["--other"]):
+        assert calibration.main(words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("calibration: ") and said.count("\n") == 1
+
+
 def test_the_fit_finds_rates_that_were_put_in(softcap):
     """Times that the model itself makes with other rates are a table for which the answer is known."""
     other = replace(Rates(), products=0.6, hiding=2.0)

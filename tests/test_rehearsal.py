@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rehearsal import launch, readings, report, shards  # noqa: E402
+from rehearsal import launch, readings, report, shards, steps  # noqa: E402
 from rehearsal.__main__ import main, pair_up, parse_arguments  # noqa: E402
 from rehearsal.watch import peak_memory  # noqa: E402
 
@@ -695,6 +696,63 @@ def test_a_collective_of_the_wrong_size_on_one_rank_is_reported(rehearse):
     exit_code, found, text = rehearse("--processes", "2", "--fault", "wrong_size")
     assert exit_code == 1 and kinds(found) == {"collective_mismatch"}
     assert "[16] Float" in text and "[8] Float" in text and "DIFFERENT between ranks" in text
+
+
+@pytest.mark.rehearsal
+def test_a_script_that_takes_the_wrong_card_is_caught_although_ranks_share_compiled_code(rehearse):
+    exit_code, found, _ = rehearse("--processes", "2", "--fault", "wrong_card")
+    assert exit_code == 1 and kinds(found) == {"failed"}
+    assert "rank 1" in found["findings"][0]["text"] and "cuda:0" in found["findings"][0]["text"]
+
+
+@pytest.mark.rehearsal
+def test_a_steps_counts_agree_with_what_was_counted_in_other_ways(rehearse, tmp_path):
+    _, found, _ = rehearse("--processes", "2")
+    items, order = found["step"]["items"], Counter(entry[0] for entry in found["step"]["order"])
+    flops = {True: 0, False: 0}  # in the optimizer or not
+    for index, item in enumerate(items):
+        if item["kind"] == "product":
+            product = 2 * item["m"] * item["n"] * item["k"] * item["batches"]
+            flops[item["part"] == "optimizer"] += order[index] * product
+    assert 2 * flops[False] == found["flops"]["model_matmul_per_step"]  # two ranks with half of the batch each
+    sent = [(order[index], item["bytes"]) for index, item in enumerate(items) if item["kind"] == "collective"]
+    assert sum(times for times, _ in sent) == found["collectives"]["per_step"]
+    assert sum(times * size for times, size in sent) == found["collectives"]["bytes_per_step"]
+    attention = [item for item in items if item["kind"] == "attention"]
+    assert {item["backward"] for item in attention} == {True, False} and {item["heads"] for item in attention} == {2}
+    assert found["prediction"]["run"]["ms"] > 0 and (tmp_path / "timeline.html").exists()
+
+
+@pytest.mark.rehearsal
+def test_the_null_gpu_knows_registers_and_spills_as_cuobjdump_does(rehearse, cache, tmp_path):
+    rehearse("--processes", "1")
+    told = steps.kernels_in((tmp_path / "rehearsal" / "rank0.steps").read_text()).values()
+    compiled = readings.read_kernels(cache / STAND_IN.stem, launch.cuobjdump())
+    known = {kernel.cache_hash: kernel for kernel in compiled}
+    assert len(told) > 10
+    for kernel in told:
+        found = known[kernel["cache_hash"]]
+        assert (kernel["registers"], 4 * kernel["spilled_words"]) == (found.registers, found.stack_bytes)
+
+
+@pytest.mark.rehearsal
+def test_two_rehearsals_from_nothing_choose_the_same_kernels(prepared, tmp_path):
+    counts = []
+    for name in ("first", "second"):
+        command = [
+            sys.executable,
+            "-m",
+            "rehearsal",
+            STAND_IN,
+            "--processes",
+            "1",
+            "--fresh",
+            "--output",
+            tmp_path / name,
+        ]
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+        counts.append(json.loads((tmp_path / name / "report.json").read_text())["step"])
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.rehearsal
