@@ -134,8 +134,14 @@ def summarise_flops(of_ranks: dict[int, readings.Traffic], resolved: dict) -> di
 def count_step(run: launch.Run, cache: Path, script: Path, resolved: dict) -> dict | None:
     """What rank 0 does in a step, and what of the script's settings a prediction needs; None if it never did one."""
     path = run.folder / "rank0.steps"
-    counts = steps.count(path.read_text(), cache, steps.vocabulary_of(resolved)) if path.exists() else None
-    if counts is None or run.exit_code != 0:
+    if run.exit_code != 0 or not path.exists():
+        return None
+    try:
+        counts = steps.count(path.read_text(), cache, steps.vocabulary_of(resolved))
+    except (ValueError, KeyError, IndexError) as error:  # of a kernel as no script has had it yet; all else stands
+        launch.say(f"no time is predicted: a step's counts are not understood ({type(error).__name__}: {error})")
+        return None
+    if counts is None:
         return None
     length, sequences = int(resolved.get("sequence_length") or 0), int(resolved.get("batch_sequences") or 0)
     whole_run = readings.settings_of(script.read_text()).get("num_iterations")  # a rehearsal's own is shorter

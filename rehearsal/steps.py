@@ -97,7 +97,7 @@ def resources(kernel: dict) -> dict:
 def attention_item(kernel: dict, ptx: str) -> dict:
     """FlexAttention's kernels have one loop over the masked blocks and one over the full ones; its backward has a
     pair for the queries' gradient and a pair for that of keys and values."""
-    sizes, backward = kernel["template"], "backward" in kernel["name"]
+    sizes, backward = kernel["template"], "BLOCK_M1" in kernel["template"]  # names hold what else was fused in
     loops = [loop["all"] for loop in count_instructions(ptx)[1]]
     tiles = (
         [sizes["BLOCK_M2"] * sizes["BLOCK_N2"], sizes["BLOCK_M1"] * sizes["BLOCK_N1"]]

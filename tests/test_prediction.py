@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rehearsal import calibration, compare, elsewhere, launch, picture, predict, readings, steps
+from rehearsal import calibration, compare, elsewhere, launch, picture, predict, readings, report, steps
 from rehearsal.__main__ import main
 from rehearsal.predict import H100, PARTS, Rates
 
@@ -338,6 +338,18 @@ def test_a_trace_becomes_items_and_their_order(tmp_path):
     assert (native["bytes"], native["launches"]) == (150, 2)
     waits = [entry for entry in counts["order"] if entry[0] < 0]
     assert [entry[0] for entry in waits] == [steps.RECORD, steps.AWAIT, steps.RECORD, steps.AWAIT]
+
+
+def test_a_kernel_that_is_not_understood_costs_the_prediction_and_not_the_report(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("class Hyperparameters:\n    num_iterations: int = 3\n")
+    odd = a_kernel("triton_tem_fused_flex_attention", 0, template={"BLOCK_M": 128, "BLOCK_N": 64, "QK_HEAD_DIM": 64})
+    trace = re.sub(r"^kernel 0 .*$", lambda _: odd, TRACE, flags=re.M)
+    (tmp_path / "rank0.steps").write_text(trace.replace("launch triton_red", "launch triton_tem_fused_flex_attention"))
+    run = launch.Run(tmp_path, 1, 0, 1.0, 0)
+    assert report.count_step(run, tmp_path, script, {}) is None
+    assert "triton_tem_fused_flex_attention has 0 loops, not 1" in capsys.readouterr().err
+    assert report.prediction_lines(None)[0].startswith("predicted     no time")
 
 
 def test_steps_begin_at_the_last_wait_and_the_most_frequent_is_typical():
