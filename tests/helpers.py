@@ -15,7 +15,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt.py"
-ONE_THREAD = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+ONE_THREAD = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONUNBUFFERED="")
 
 # A model and a run that take a second or two.
 TINY = dict(

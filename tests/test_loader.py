@@ -84,7 +84,7 @@ def test_every_shard_is_checked_at_the_start_not_when_it_is_reached(three_shards
 def test_a_token_outside_the_vocabulary_is_named_when_it_is_read(tmp_path):
     shard = Shard(str(write_shard(tmp_path / "bad.bin", np.array([1, 2, 257, 3]))), VOCABULARY)
     assert shard.read(0, 1).tolist() == [1, 2]
-    with pytest.raises(UserError, match="bad.bin: token 257 is outside the vocabulary of 257"):
+    with pytest.raises(UserError, match=r"bad\.bin: token 257 is outside the vocabulary of 257"):
         shard.read(0, 2)
 
 

@@ -32,7 +32,7 @@ IDEAS = {"Attention", "Model", "Optimizers and schedules", "The step"}
 def rooms() -> dict[str, int]:
     """The sections with their numbers of lines, in the file's order; a section ends where the next begins."""
     headings = {i: found[1] for i, line in enumerate(LINES) if (found := re.match(r"# -{4,} ([^:]+): .* -{4,}$", line))}
-    ends = [*headings][1:] + [LINES.index('if __name__ == "__main__":')]
+    ends = [*[*headings][1:], LINES.index('if __name__ == "__main__":')]
     return {name: end - start for (start, name), end in zip(headings.items(), ends, strict=True)}
 
 
@@ -79,7 +79,7 @@ def test_a_setting_has_a_meaning_a_rule_and_a_value_of_its_type_on_both_tracks(s
     about = setting.metadata
     assert about.keys() == {"meaning", "rule", "cpu", "free"} and len(about["meaning"]) > 5
     assert type(setting.default) is setting.type
-    assert about["cpu"] is None or type(about["cpu"]) is setting.type and about["cpu"] != setting.default
+    assert about["cpu"] is None or (type(about["cpu"]) is setting.type and about["cpu"] != setting.default)
     if isinstance(about["rule"], tuple):
         low, high = about["rule"]
         assert low < high and setting.type in (int, float)
