@@ -422,7 +422,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(folder):
         assert run.exit_code() != 0
     assert last_line(folder) in ("ended: another process stopped", "ended: SIGTERM")
     (path,) = folder.glob("checkpoints/*/*.pt")
-    assert load(path)["step"] == len(train_losses(only_log(folder).read_text())) and "train_gpt" not in run.err
+    assert load(path)["step"] == len(train_losses(only_log(folder).read_text()))
+    assert "train_gpt: " not in run.err and 'train_gpt.py", line' not in run.err
 
 
 def test_torchrun_passes_a_signal_on(folder):
@@ -450,7 +451,6 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_happ
         for where in (folder, reference(2))
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 8
-    assert "(exitcode: -9) local_rank: 1" in run.err
 
 
 def test_a_hung_rank_ends_the_job(folder):
