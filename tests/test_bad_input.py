@@ -121,10 +121,17 @@ def test_a_fifo_as_checkpoint_does_not_hang(folder, complaint):
     assert "--resume fifo.pt: not a checkpoint" in complaint(resume="fifo.pt")
 
 
-@pytest.mark.parametrize("setting", ["log_dir", "checkpoint_dir"])
-def test_a_folder_that_cannot_be_written_is_told_at_the_start(folder, complaint, setting):
+def test_a_log_folder_that_cannot_be_written_is_told_at_the_start(folder, complaint):
     (folder / "file").write_text("")
-    assert "Not a directory: 'file/" in complaint(save_every=4, **{setting: "file/below"})
+    assert "Not a directory: 'file/below'" in complaint(log_dir="file/below")
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_told_before_the_first_step(folder, train_here):
+    (folder / "file").write_text("")
+    code, out, err = train_here(folder, save_every=4, checkpoint_dir="file/below")
+    assert (code, err.count("\n"), "step:" in out) == (2, 1, False)
+    assert err.startswith("train_gpt: [Errno 20] Not a directory: 'file/below/")
+    assert last_line(folder).startswith("ended: [Errno 20] Not a directory: 'file/below/"), "no log without an end"
 
 
 def test_a_full_disk_at_the_start_leaves_no_half_written_log(folder):
