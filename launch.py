@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+# glibc would hand large blocks back to the system after each use, and get them again page by page.
+KEEP_MEMORY = dict(MALLOC_MMAP_THRESHOLD_="1073741824", MALLOC_TRIM_THRESHOLD_="4294967296")
 
 
 class UserError(Exception):
@@ -44,6 +46,12 @@ def find_script(name: str) -> Path:
     return matches[0]
 
 
+def value_of(setting: str, settings: list[str]) -> str:
+    """The value that the command line gives a setting, or nothing."""
+    words = [part for word in settings for part in word.split("=", 1)]
+    return words[words.index(f"--{setting}") + 1] if f"--{setting}" in words[:-1] else ""
+
+
 def count_gpus() -> int:
     """As torch would count, but without the seconds that importing torch takes."""
     try:
@@ -55,8 +63,11 @@ def count_gpus() -> int:
     return len([name for name in visible if name.strip() not in ("", "-1")]) if present else 0
 
 
-def plan(own_data: bool) -> tuple[int, list[str]]:
+def plan(settings: list[str]) -> tuple[int, list[str]]:
     """How many processes to start, and the command that makes sure of the data. Says what it chose and why."""
+    own_data = "your training files" if value_of("train_files", settings) else ""
+    if value_of("resume", settings) not in ("", "latest"):
+        own_data = own_data or "the checkpoint's training files"
     wanted, gpus = os.environ.get("PROCESSES", ""), count_gpus()
     if wanted and (not wanted.isdecimal() or int(wanted) < 1):
         raise UserError(f"PROCESSES={wanted}: must be a number of processes, 1 or more")
@@ -68,10 +79,9 @@ def plan(own_data: bool) -> tuple[int, list[str]]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         processes, command, corpus = int(wanted or min(2, cores)), ["data/embedded_corpus.py"], "the embedded corpus"
         threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-        # glibc would hand large blocks back to the system after each use, and get them again page by page.
-        os.environ |= dict(MALLOC_MMAP_THRESHOLD_="1073741824", MALLOC_TRIM_THRESHOLD_="4294967296")
+        os.environ |= KEEP_MEMORY
         how = f"no GPU: the CPU track's settings, {processes} processes of {threads} threads on {cores} cores"
-    print(f"{how}; {'your training files' if own_data else corpus}", flush=True)
+    print(f"{how}; {own_data or corpus}", flush=True)
     return processes, [] if own_data else [sys.executable, *command]
 
 
@@ -101,10 +111,8 @@ def run_processes(script: Path, processes: int, settings: list[str], get_data: l
         return code if code >= 0 else 128 - code
 
 
-def newest_checkpoint(settings: list[str], since: float) -> str:
-    """The last checkpoint that this run wrote, if any; it says itself where it was to be."""
-    words = [part for word in settings for part in word.split("=", 1)]
-    folder = words[words.index("--checkpoint_dir") + 1] if "--checkpoint_dir" in words[:-1] else "checkpoints"
+def newest_checkpoint(folder: str, since: float) -> str:
+    """The last checkpoint that this run wrote, if any."""
     saves = [path for path in Path(folder).glob("*/step_*.pt") if path.stat().st_mtime >= since]
     return str(max(saves, key=lambda path: path.stat().st_mtime_ns)) if saves else ""
 
@@ -117,9 +125,9 @@ def main(arguments: list[str]) -> int:
         print(__doc__, flush=True)
         return subprocess.call([sys.executable, str(script), "--help"])
     started = time.time()
-    processes, get_data = plan(own_data=any(word.startswith("--train_files") for word in settings))
+    processes, get_data = plan(settings)
     code = run_processes(script, processes, settings, get_data)
-    saved = newest_checkpoint(settings, started)
+    saved = newest_checkpoint(value_of("checkpoint_dir", settings) or "checkpoints", started)
     if saved and code:
         command = ["./run.sh", *arguments[:named], "--resume", saved]
         print(f"to go on from here: {shlex.join(command)}", flush=True)
