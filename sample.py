@@ -91,18 +91,20 @@ class Model:
             if not saved:
                 raise UserError(f"no checkpoint in {Path(folder).absolute()}: train with --save_every, or say where")
             compare_sources(saved["source"], script_path, chosen)
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self.s = s = script.make_settings({"compile": False}, 1, device.type == "cuda", saved["settings"])
-            trainer = script.Trainer(s, script.World(0, 1, 0, device))
+            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            self.s = s = script.make_settings({"compile": False}, 1, self.device.type == "cuda", saved["settings"])
+            self.document_token = getattr(s, "document_token", s.vocab_size - 1)
+            trainer = script.Trainer(s, script.World(0, 1, 0, self.device))
             self.gpt = trainer.model.eval()
             self.gpt.load_state_dict(saved["state"]["model"])
             if hasattr(trainer, "set_window"):
                 trainer.set_window(saved["step"])
             # What the forward pass takes beside inputs and targets has the same name in the trainer: the window.
             self.more = [getattr(trainer, name) for name in list(inspect.signature(self.gpt.forward).parameters)[2:]]
-            # The last token depends on no more than this, and never saw more in training.
+            # The last token depends on no more blocks than these, and never saw more in training.
+            self.block = s.context_length if hasattr(s, "context_length") else script.BLOCK
             reach = s.num_layers * getattr(s, "window_end", s.sequence_length)
-            self.block, self.max_blocks = script.BLOCK, min(reach, s.sequence_length) // script.BLOCK
+            self.max_blocks = min(reach, s.sequence_length) // self.block
             self.check()
         except UserError:
             raise
@@ -111,26 +113,30 @@ class Model:
             name = f" ({type(error).__name__})".replace(" (UserError)", "")
             raise UserError(f"{checkpoint} with {script_path}: {told}{name}") from None
 
+    def hidden(self, inputs: Tensor) -> Tensor:
+        """The last layer's output for whole blocks of tokens, in one row."""
+        return self.gpt.hidden(inputs, *self.more).flatten(0, -2)
+
     @torch.inference_mode()
     def check(self) -> None:
         """The logits used here must be those that the script's loss is made of."""
-        tokens = torch.arange(self.block + 1, device=self.gpt.head.weight.device) % self.s.vocab_size
+        tokens = torch.arange(self.block + 1, device=self.device) % self.s.vocab_size
         loss = self.gpt(tokens[:-1], tokens[1:], *self.more).item()
-        same = F.cross_entropy(self.gpt.logits(self.gpt.hidden(tokens[:-1], *self.more)), tokens[1:]).item()
+        same = F.cross_entropy(self.gpt.logits(self.hidden(tokens[:-1])), tokens[1:]).item()
         if not abs(loss) < float("inf"):
             raise UserError("the checkpoint's weights are not finite: take an earlier one")
         if abs(loss - same) > 0.001 * abs(loss):
-            raise UserError(f"the script's loss ({loss:.4f}) is not that of its logits ({same:.4f}): its forward pass "
-                            "does more than hidden and logits, which is all that sample.py knows")  # fmt: skip
+            what = "its forward pass does more than hidden and logits, which is all that sample.py knows"
+            raise UserError(f"the script's loss ({loss:.4f}) is not that of its logits ({same:.4f}): {what}")
 
     @torch.inference_mode()
     def next_logits(self, tokens: list[int]) -> Tensor:
         """The logits of what follows a text, from its last blocks: they start at a block's start, as windows do."""
         first = max(0, -(-len(tokens) // self.block) - self.max_blocks) * self.block
         padding = -len(tokens) % self.block  # no token sees what comes after it
-        inputs = torch.tensor(tokens[first:] + [self.s.document_token] * padding, device=self.gpt.head.weight.device)
-        x_TC = self.gpt.hidden(inputs, *self.more)
-        return self.gpt.logits(x_TC[len(tokens) - first - 1])[: self.s.vocab_size].cpu()  # the rest is padding
+        inputs = torch.tensor(tokens[first:] + [self.document_token] * padding, device=self.device)
+        last = self.hidden(inputs)[len(tokens) - first - 1]
+        return self.gpt.logits(last)[: self.s.vocab_size].cpu()  # the rest is padding
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -167,10 +173,10 @@ def choose(logits: Tensor, temperature: float, top_k: int, random: torch.Generat
 def continuation(model: Model, prompt: list[int], options: argparse.Namespace) -> Iterator[int]:
     """The tokens that follow the prompt, up to a new document."""
     random = torch.Generator().manual_seed(options.seed)
-    text = [model.s.document_token, *prompt]
+    text = [model.document_token, *prompt]
     for _ in range(options.tokens):
         text.append(choose(model.next_logits(text), options.temperature, options.top_k, random))
-        if text[-1] == model.s.document_token:
+        if text[-1] == model.document_token:
             return
         yield text[-1]
 

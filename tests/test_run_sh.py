@@ -118,9 +118,9 @@ def test_gpus_are_counted_as_cuda_would_show_them(tmp_path, monkeypatch, visible
     "before, after, message",
     [
         ([], ["--nonsense"], "train_gpt: --nonsense: not a setting; "),
-        ([], ["--batch_sequences=1"], "train_gpt: --batch_sequences 1: must be such that processes <= batch_sequences"),
+        ([], ["--batch_sequences=1"], "train_gpt: --batch_sequences 1: this must hold: processes <= batch_sequences"),
         (["records/none"], [], "run.sh: records/none: not a command or a record: bench test rehearse "),
-        ([], ["--train_files=none.bin"], "train_gpt: none.bin: no token shard there"),
+        ([], ["--train_files=none.bin"], "train_gpt: none.bin: no token shard;"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(copy, shards, before, after, message):

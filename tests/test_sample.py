@@ -1,8 +1,11 @@
 """sample.py: the trained model's own probabilities, whatever is in the script, at a cost that does not grow."""
 
+import inspect
 import subprocess
 import sys
+import uuid
 from argparse import Namespace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +125,25 @@ def test_an_idea_that_looks_at_the_previous_token_is_continued_as_its_script_wou
     assert (old - plain_logits(script, path, expected, 1)).abs().max() > 0.1  # the idea matters
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("records/*/train_gpt.py")), ids=lambda path: path.parent.name)
+def test_a_record_is_sampled_with_the_logits_of_its_own_validation(path, tmp_path, monkeypatch):
+    script = sample.load_script(path)
+    s = script.make_settings({"dtype": "float32"}, 1, False)
+    trainer = script.Trainer(replace(s, val_tokens=s.sequence_length), script.World(0, 1, 0, torch.device("cpu")))
+    about = dict(run_id=str(uuid.uuid4()), source=path.read_text(), data=[], settings=asdict(s))
+    progress = dict(step=450, position=[0, 0], seconds=1.0, state=dict(model=trainer.model.state_dict()))
+    torch.save(about | progress, tmp_path / "record.pt")
+    model = sample.Model(str(shake(tmp_path / "record.pt")), "", path, True)
+    trainer.model.load_state_dict(model.gpt.state_dict())
+    tokens, seen, logits = text(1025), [], trainer.model.logits
+    monkeypatch.setattr(trainer.model, "logits", lambda x: seen.append(logits(x)) or seen[-1])
+    shard_and_step = Namespace(read=lambda start, length: torch.tensor(tokens)), 450
+    trainer.validate(*shard_and_step[: len(inspect.signature(trainer.validate).parameters)])  # some have one window
+    expected = seen[0].flatten(0, -2)[:, : s.vocab_size]
+    for length in (1, 2, 127, 128, 129, 255, 256, 257, 500, 1000, 1024):
+        torch.testing.assert_close(model.next_logits(tokens[:length]), expected[length - 1], rtol=1e-4, atol=1e-4)
+
+
 def test_a_temperature_of_zero_takes_the_likeliest_and_top_k_leaves_out_the_rest():
     logits, random = torch.tensor([0.0, 3.0, 1.0, 2.9]), torch.Generator().manual_seed(1)
     assert {sample.choose(logits, 0, 0, random) for _ in range(50)} == {1}
@@ -232,7 +254,7 @@ def damaged(saved: Path) -> None:
         (["data/tiny_val_000000.bin"], "not a checkpoint, or a damaged one"),
         (["half.pt"], "not a checkpoint, or a damaged one"),
         (["flipped.pt"], "not a checkpoint, or a damaged one"),
-        (["never.pt"], "--num_iterations 0: must be"),
+        (["never.pt"], "--num_iterations 0: this must hold"),
         (["other.pt"], "another script's checkpoint: it differs in cooldown_shape"),
         (["wide.pt"], "size mismatch"),
         (["words.pt"], "a vocabulary of 300 tokens is neither bytes (257) nor GPT-2's (50257)"),
