@@ -66,7 +66,7 @@ class Settings:
     )
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
     # optimization and validation
-    num_iterations: int = setting(19073, "training steps", (1, 999_999), cpu=6700)
+    num_iterations: int = setting(19073, "training steps", (1, 999_999), cpu=7000)
     lr_warmup: int = setting(256, "steps over which the learning rate grows", (0, 10**6), cpu=335)
     lr: float = setting(0.0018, "AdamW's learning rate", (0, 1e6), cpu=0.006)
     weight_decay: float = setting(0.1, "AdamW's decay of the matrices and tables", (0, 1e6))
@@ -312,7 +312,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(param)
 
     def forward(self, inputs_T: Tensor, targets_T: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(self.hidden(inputs_T)).flatten(0, 1), targets_T)
+        return F.cross_entropy(self.logits(self.hidden(inputs_T)), targets_T)
 
     def hidden(self, inputs_T: Tensor) -> Tensor:
         """The output of the last layer, normed."""
@@ -320,11 +320,11 @@ class GPT(nn.Module):
         x_NTC = x_NTC.to(self.dtype)
         for block in self.blocks:
             x_NTC = block(x_NTC)
-        return self.last_norm(x_NTC)
+        return self.last_norm(x_NTC).flatten(0, 1)
 
-    def logits(self, x_NTC: Tensor) -> Tensor:
+    def logits(self, x_TC: Tensor) -> Tensor:
         """Logits in float32; the head is the embedding's table."""
-        return F.linear(x_NTC, self.embedding.weight.type_as(x_NTC)).float()
+        return F.linear(x_TC, self.embedding.weight.type_as(x_TC)).float()
 
 
 # ---- Optimizers and schedules: AdamW for everything ------------------------------------------------------------------
