@@ -174,8 +174,10 @@ def join_world(timeout: int) -> World:
             if torch.cuda.get_device_capability() < (8, 0):
                 raise ValueError(f"{torch.cuda.get_device_name()} has no bfloat16; sm_80 or newer is needed")
         if world.size > 1:
+            limit, attempt = timedelta(seconds=timeout), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=limit))[0])  # it outlives restarts
             backend, device = ("nccl", world.device) if world.on_gpu else ("gloo", None)
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
         return world
     except Exception as error:
         raise UserError(f"cannot start: {one_line(error)} (CUDA_VISIBLE_DEVICES='' trains on the CPU)") from None
@@ -205,8 +207,7 @@ class Shard:
         return tokens
 
     def fingerprint(self) -> dict:
-        """What tells this shard from another: name, number of tokens, a hash of the first and the last MiB."""
-        ends = hashlib.sha256(self.tokens[: 2**19].tobytes() + self.tokens[-(2**19) :].tobytes())
+        ends = hashlib.sha256(self.tokens[: 2**19].tobytes() + self.tokens[-(2**19) :].tobytes())  # a MiB of each
         return dict(file=os.path.basename(self.path), tokens=len(self.tokens), sha256=ends.hexdigest())
 
 
@@ -224,8 +225,7 @@ def load_data_shard(shard: Shard, pinned: bool) -> Tensor:
 
 class DistributedDataLoader:
     """Deals out the token stream: a step takes the next `batch_sequences` sequences, sequence i goes to rank i % size.
-    So every number of processes trains on the same tokens in the same order. A process's sequences go through one
-    forward pass, side by side."""
+    So any number of processes trains on the same tokens. A process's sequences share one forward pass."""
 
     def __init__(self, s: Settings, world: World):
         self.s, self.world = s, world
