@@ -317,7 +317,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(param)
 
     def forward(self, inputs_T: Tensor, targets_T: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(self.hidden(inputs_T)).flatten(0, 1), targets_T)
+        return F.cross_entropy(self.logits(self.hidden(inputs_T)), targets_T)
 
     def hidden(self, inputs_T: Tensor) -> Tensor:
         """The output of the last layer, normed."""
@@ -325,11 +325,11 @@ class GPT(nn.Module):
         x_NTC = x_NTC.to(self.dtype)
         for block in self.blocks:
             x_NTC = block(x_NTC)
-        return self.last_norm(x_NTC)
+        return self.last_norm(x_NTC).flatten(0, 1)
 
-    def logits(self, x_NTC: Tensor) -> Tensor:
+    def logits(self, x_TC: Tensor) -> Tensor:
         """Logits in float32; the head is the embedding's table."""
-        return F.linear(x_NTC, self.embedding.weight.type_as(x_NTC)).float()
+        return F.linear(x_TC, self.embedding.weight.type_as(x_TC)).float()
 
 
 # ---- Optimizers and schedules: AdamW for everything ------------------------------------------------------------------
