@@ -260,7 +260,7 @@ PLUMBING_CHANGES = {
         "join_world": [
             '+allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")',
             '+os.environ.setdefault("PYTORCH_ALLOC_CONF", allocator)',
-        ],
+        ]
     },
     SOFT_CAP: {
         "join_world": ["+torch.empty(1, device=world.device, requires_grad=True).backward()"],
@@ -730,26 +730,8 @@ def assert_same_loss_and_gradients(model, loss, reference, *arguments):
     [
         (WINDOW_WARMUP, 4, 0, 192, within_tokens, all_pairs_turn, value_residual, 30),
         (WINDOW_WARMUP, 2, 0, 64, within_tokens, all_pairs_turn, value_residual, 30),
-        (
-            UNET,
-            4,
-            0,
-            192,
-            within_tokens_cut_at_blocks,
-            all_pairs_turn,
-            mirrored_tables,
-            30,
-        ),
-        (
-            UNET,
-            6,
-            0,
-            64,
-            within_tokens_cut_at_blocks,
-            all_pairs_turn,
-            mirrored_tables,
-            30,
-        ),
+        (UNET, 4, 0, 192, within_tokens_cut_at_blocks, all_pairs_turn, mirrored_tables, 30),
+        (UNET, 6, 0, 64, within_tokens_cut_at_blocks, all_pairs_turn, mirrored_tables, 30),
         (BLOCK_WINDOW, 6, 0, 2, within_blocks, all_pairs_turn, mirrored_tables, 30),
         (BLOCK_WINDOW, 4, 1, 1, within_blocks, all_pairs_turn, mirrored_tables, 30),
         (SPARSIFY, 10, 1, 2, within_blocks, half_of_the_pairs_turn, outer_tables, 30),
