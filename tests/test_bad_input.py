@@ -188,14 +188,18 @@ def test_half_of_a_launchers_environment_is_one_line(complaint, monkeypatch, env
     assert message in line and "torchrun starts one process per GPU" in line
 
 
-def test_a_gpu_that_torch_cannot_use_is_told_and_not_replaced_by_the_cpu(folder, complaint, monkeypatch):
+@pytest.fixture
+def listed_gpu(folder, monkeypatch) -> None:
     """As after a driver update without a reboot: nvidia-smi lists a GPU, and torch sees none."""
     (folder / "bin").mkdir()
     (folder / "bin/nvidia-smi").write_text('#!/bin/sh\necho "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)"\n')
     (folder / "bin/nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+
+
+def test_a_gpu_that_torch_cannot_use_is_told_and_not_replaced_by_the_cpu(complaint, listed_gpu, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that it is put back after the test
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     line = complaint()
@@ -203,12 +207,8 @@ def test_a_gpu_that_torch_cannot_use_is_told_and_not_replaced_by_the_cpu(folder,
     assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64", "the user's choice of allocator is kept"
 
 
-def test_a_hidden_gpu_is_not_asked_for(folder, train_here, monkeypatch):
-    (folder / "bin").mkdir()
-    (folder / "bin/nvidia-smi").write_text("#!/bin/sh\necho GPU 0\n")
-    (folder / "bin/nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
-    assert train_here(folder)[0] == 0  # the fixture sets CUDA_VISIBLE_DEVICES=''
+def test_a_gpu_that_is_hidden_is_not_asked_for(folder, train_here, listed_gpu):
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and train_here(folder)[0] == 0
 
 
 @pytest.mark.parametrize("closed", ["<&- >&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full"])

@@ -88,7 +88,7 @@ def is_one_line(err: str, text: str) -> bool:
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(reference, tmp_path, processes):
     """All settings come from the checkpoint."""
     folder = Path(shutil.copytree(reference(processes), tmp_path, dirs_exist_ok=True))
