@@ -156,7 +156,7 @@ def attention(length: int, dtype: torch.dtype, dense: bool) -> Callable:
             y = F.scaled_dot_product_attention(*heads, attn_mask=mask)[0].transpose(0, 1)
         else:
             y = attend(q, k, v, packing)
-        y.backward(torch.ones_like(y))
+        torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
 
     return forward_and_backward
 
@@ -226,7 +226,7 @@ def measure_attention(figures: Figures, options: argparse.Namespace, dtype: str)
     for cost, length in zip(costs, lengths, strict=True):
         figures.add(f"{dtype}: attention over {length} tokens, per token", "us", cost)
     middle = [median(cost) for cost in costs]
-    figures.add(f"{dtype}: the dearest of these / the cheapest", "", [max(middle) / min(middle)], "at most 1.1")
+    figures.add(f"{dtype}: the highest of these / the lowest", "", [max(middle) / min(middle)], "at most 1.1")
 
 
 def measure(options: argparse.Namespace, settings: list[str], folder: Path) -> Figures:

@@ -101,10 +101,10 @@ class Model:
                 trainer.set_window(saved["step"])
             # What the forward pass takes beside inputs and targets has the same name in the trainer: the window.
             self.more = [getattr(trainer, name) for name in list(inspect.signature(self.gpt.forward).parameters)[2:]]
-            # The last token depends on no more blocks than these, and never saw more in training.
+            # The last token, wherever in its block, depends on no more blocks, and never saw more in training.
             self.block = s.context_length if hasattr(s, "context_length") else script.BLOCK
             reach = s.num_layers * getattr(s, "window_end", s.sequence_length)
-            self.max_blocks = min(reach, s.sequence_length) // self.block
+            self.max_blocks = min(-(-reach // self.block) + 1, s.sequence_length // self.block)
             self.check()
         except UserError:
             raise
