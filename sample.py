@@ -39,11 +39,7 @@ def warn(text: str) -> None:
     print(f"sample: {text}", file=sys.stderr)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The script and the checkpoint: they must belong together
-# ----------------------------------------------------------------------------------------------------
-
-
+# ---- The script and the checkpoint: they must belong together --------------------------------------------------------
 def load_script(path: Path) -> ModuleType:
     try:
         spec = importlib.util.spec_from_file_location("train_gpt", path)
@@ -139,11 +135,7 @@ class Model:
         return self.gpt.logits(last)[: self.s.vocab_size].cpu()  # the rest is padding
 
 
-# ----------------------------------------------------------------------------------------------------
-# Text: tokens, and how the next one is drawn
-# ----------------------------------------------------------------------------------------------------
-
-
+# ---- Text: tokens, and how the next one is drawn ---------------------------------------------------------------------
 def tokenizer(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
     """How to turn text into tokens, and a token into bytes."""
     if vocab_size == 257:
@@ -181,11 +173,7 @@ def continuation(model: Model, prompt: list[int], options: argparse.Namespace) -
         yield text[-1]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The command
-# ----------------------------------------------------------------------------------------------------
-
-
+# ---- The command -----------------------------------------------------------------------------------------------------
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("checkpoint", nargs="?", default="latest", help="a file, or latest for the newest [latest]")
