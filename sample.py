@@ -1,212 +1,234 @@
-"""Text from a checkpoint of train_gpt.py.
+"""Text from a checkpoint of train_gpt.py, by the script's own forward pass.
 
     python sample.py                                                     the newest checkpoint, from an empty document
     python sample.py latest --prompt 'def forward(' --tokens 200         go on from a prompt
     python sample.py checkpoints/<run>/step_000600.pt --temperature 0    always the likeliest token
+    python sample.py --script records/2025-01-04_SoftCap/train_gpt.py    a record's checkpoint
+
+Nothing of the model is written a second time here, and no keys and values are cached: each token costs a forward pass
+over the last tokens, so that the text is the trained model's whatever idea is in the script.
 """
 
+import argparse
+import ast
 import codecs
+import importlib.util
+import inspect
+import itertools
 import os
 import sys
-from argparse import RawDescriptionHelpFormatter
-from collections.abc import Iterator
-from dataclasses import fields, replace
-from itertools import chain
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+except ImportError as error:
+    sys.exit(f"sample: {error}: activate the environment that ./run.sh made: . .venv/bin/activate")
 
-from train_gpt import (
-    BLOCK,
-    GPT,
-    Attention,
-    Hyperparameters,
-    OneLineParser,
-    UserError,
-    build_model,
-    finite_number,
-    in_one_line,
-    newest_checkpoint,
-    next_multiple_of,
-    window_in_blocks,
-)
+HERE = Path(__file__).resolve().parent
+
+
+class UserError(Exception):
+    """Something the user can fix, told in one line."""
+
+
+def warn(text: str) -> None:
+    print(f"sample: {text}", file=sys.stderr)
+
 
 # ----------------------------------------------------------------------------------------------------
-# Tokens: text in, bytes out
+# The script and the checkpoint: they must belong together
 # ----------------------------------------------------------------------------------------------------
 
-class ByteTokens:
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", "surrogateescape"))
 
-    def decode(self, token: int) -> bytes:
-        return bytes([token])
+def load_script(path: Path) -> ModuleType:
+    try:
+        spec = importlib.util.spec_from_file_location("train_gpt", path)
+        script = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = script  # dataclasses look their module up
+        spec.loader.exec_module(script)
+        return script
+    except Exception as error:
+        raise UserError(f"--script {path}: not a training script ({type(error).__name__}: {error})") from None
 
-class Gpt2Tokens:
-    def __init__(self):
+
+def definitions(source: str) -> dict[str, str]:
+    """The code of each definition, or other statement, at a script's top level, without comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return {getattr(node, "name", ast.unparse(node)[:40]): ast.unparse(node) for node in tree.body}
+
+
+def compare_sources(trained: str, path: Path, chosen: bool) -> None:
+    """Say what differs between the script that trained the checkpoint and the one at `path`. Only a script that the
+    user chose may differ in its code."""
+    present = path.read_text(encoding="utf-8")
+    if present == trained:
+        return
+    old, new = definitions(trained), definitions(present)
+    changed = [name for name in old | new if old.get(name) != new.get(name)]
+    if not changed:
+        return warn(f"only comments differ between {path} and the script that trained this checkpoint")
+    what = f"the script that trained this checkpoint differs from {path} in {', '.join(changed)}"
+    if chosen:
+        return warn(what)
+    same = [record for record in sorted(HERE.glob("records/*/train_gpt.py")) if record.read_text() == trained]
+    raise UserError(f"{what}; --script {same[0] if same else f'{path} takes it all the same, --script PATH another'}")
+
+
+class Model:
+    """A checkpoint's model and all that its forward pass needs."""
+
+    def __init__(self, checkpoint: str, folder: str, script_path: Path, chosen: bool):
+        script = load_script(script_path)
         try:
-            import tiktoken
-        except ImportError:
-            raise UserError("this checkpoint's tokens are GPT-2's, which need tiktoken: pip install tiktoken") from None
-        try:
-            self.encoding = tiktoken.get_encoding("gpt2")
-        except Exception as error:
-            raise UserError("tiktoken could not fetch GPT-2's tokens, for which it needs the network once: "
-                            f"{type(error).__name__}") from None
+            saved = script.read_checkpoint(checkpoint, folder)
+            if not saved:
+                raise UserError(f"no checkpoint in {Path(folder).absolute()}: train with --save_every, or say where")
+            compare_sources(saved["source"], script_path, chosen)
+            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            self.s = s = script.make_settings({"compile": False}, 1, self.device.type == "cuda", saved["settings"])
+            self.document_token = getattr(s, "document_token", s.vocab_size - 1)
+            trainer = script.Trainer(s, script.World(0, 1, 0, self.device))
+            self.gpt = trainer.model.eval()
+            self.gpt.load_state_dict(saved["state"]["model"])
+            if hasattr(trainer, "set_window"):
+                trainer.set_window(saved["step"])
+            # What the forward pass takes beside inputs and targets has the same name in the trainer: the window.
+            self.more = [getattr(trainer, name) for name in list(inspect.signature(self.gpt.forward).parameters)[2:]]
+            # The last token depends on no more blocks than these, and never saw more in training.
+            self.block = s.context_length if hasattr(s, "context_length") else script.BLOCK
+            reach = s.num_layers * getattr(s, "window_end", s.sequence_length)
+            self.max_blocks = min(reach, s.sequence_length) // self.block
+            self.check()
+        except UserError:
+            raise
+        except Exception as error:  # whatever is odd in a checkpoint, or a script that is built differently
+            told = " ".join(str(error).removeprefix("--resume ").split())[:300]
+            name = f" ({type(error).__name__})".replace(" (UserError)", "")
+            raise UserError(f"{checkpoint} with {script_path}: {told}{name}") from None
 
-    def encode(self, text: str) -> list[int]:
-        return self.encoding.encode_ordinary(text)
-
-    def decode(self, token: int) -> bytes:
-        return self.encoding.decode_single_token_bytes(token)
-
-def tokens_of(settings: Hyperparameters) -> ByteTokens | Gpt2Tokens:
-    kinds = {(257, 256): ByteTokens, (50257, 50256): Gpt2Tokens}
-    vocabulary = settings.vocab_size, settings.document_token
-    if vocabulary not in kinds:
-        raise UserError(f"a vocabulary of {vocabulary[0]} tokens is neither bytes (257) nor GPT-2's (50257)")
-    return kinds[vocabulary]()
-
-# ----------------------------------------------------------------------------------------------------
-# Model: reads token by token, and remembers what it needs of the tokens before
-# ----------------------------------------------------------------------------------------------------
-
-class CachedAttention(nn.Module):
-    """Takes a trained attention's place and keeps the window's keys and values: a token costs no more than the window.
-
-    The tokens of one call belong to one block, so that they all see the same blocks, as in training.
-    """
-
-    def __init__(self, attention: Attention, window_blocks: int):
-        super().__init__()
-        self.attention, self.window_blocks = attention, window_blocks
-        self.keys = self.values = None
-
-    def forward(self, x_TC: Tensor, value_embedding: Tensor | None, start: int) -> Tensor:
-        q, k, v = self.attention.heads(x_TC, value_embedding, start)
-        first_seen = max(0, (start // BLOCK - self.window_blocks + 1) * BLOCK)
-        seen = start + len(x_TC) - first_seen
-        self.keys = k if self.keys is None else torch.cat([self.keys, k])[-seen:]
-        self.values = v if self.values is None else torch.cat([self.values, v])[-seen:]
-        causal = torch.ones(len(x_TC), seen, dtype=torch.bool, device=q.device).tril(seen - len(x_TC))
-        q, k, v = (heads_THD.transpose(0, 1)[None] for heads_THD in (q, self.keys, self.values))
-        y_THD = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)[0].transpose(0, 1)
-        return self.attention.project(y_THD.flatten(1))
-
-class Reader:
-    """A model that reads one document piece by piece."""
-
-    def __init__(self, model: GPT, window_blocks: int):
-        self.model, self.length = model.eval(), 0
-        for block in model.blocks:
-            if block.attention is not None:
-                block.attention = CachedAttention(block.attention, window_blocks)
+    def hidden(self, inputs: Tensor) -> Tensor:
+        """The last layer's output for whole blocks of tokens, in one row."""
+        return self.gpt.hidden(inputs, *self.more).flatten(0, -2)
 
     @torch.inference_mode()
-    def read(self, tokens: list[int]) -> Tensor:
-        """Go on reading, and return the logits of what follows."""
-        rest = torch.tensor(tokens, device=self.model.head.weight.device)
-        while len(rest):
-            piece, rest = rest.tensor_split([BLOCK - self.length % BLOCK])
-            x_TC = self.model.hidden(piece, self.length)  # a cached attention takes the position in the mask's place
-            self.length += len(piece)
-        return self.model.logits(x_TC[-1])
+    def check(self) -> None:
+        """The logits used here must be those that the script's loss is made of."""
+        tokens = torch.arange(self.block + 1, device=self.device) % self.s.vocab_size
+        loss = self.gpt(tokens[:-1], tokens[1:], *self.more).item()
+        same = F.cross_entropy(self.gpt.logits(self.hidden(tokens[:-1])), tokens[1:]).item()
+        if not abs(loss) < float("inf"):
+            raise UserError("the checkpoint's weights are not finite: take an earlier one")
+        if abs(loss - same) > 0.001 * abs(loss):
+            what = "its forward pass does more than hidden and logits, which is all that sample.py knows"
+            raise UserError(f"the script's loss ({loss:.4f}) is not that of its logits ({same:.4f}): {what}")
 
-def read_checkpoint(path: str) -> dict:
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # runs no code of the file's
-        unlike = {field.name for field in fields(Hyperparameters)} ^ checkpoint["settings"].keys()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror.lower()}") from None
-    except Exception as error:  # torch's advice would be to trust the file
-        raise UserError(f"{path}: not a checkpoint, or a damaged one ({type(error).__name__})") from None
-    if unlike:
-        raise UserError(f"{path}: a checkpoint of another script than train_gpt.py, as its settings show "
-                        f"({', '.join(sorted(unlike))}); give the path of one of its own")
-    return checkpoint
+    @torch.inference_mode()
+    def next_logits(self, tokens: list[int]) -> Tensor:
+        """The logits of what follows a text, from its last blocks: they start at a block's start, as windows do."""
+        first = max(0, -(-len(tokens) // self.block) - self.max_blocks) * self.block
+        padding = -len(tokens) % self.block  # no token sees what comes after it
+        inputs = torch.tensor(tokens[first:] + [self.document_token] * padding, device=self.device)
+        last = self.hidden(inputs)[len(tokens) - first - 1]
+        return self.gpt.logits(last)[: self.s.vocab_size].cpu()  # the rest is padding
 
-def load_reader(path: str, length: int) -> tuple[Reader, Hyperparameters]:
-    """The checkpoint's model, ready for a text of this length, with the attention window of the checkpoint's step."""
-    checkpoint = read_checkpoint(path)
+
+# ----------------------------------------------------------------------------------------------------
+# Text: tokens, and how the next one is drawn
+# ----------------------------------------------------------------------------------------------------
+
+
+def tokenizer(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
+    """How to turn text into tokens, and a token into bytes."""
+    if vocab_size == 257:
+        return (lambda text: list(text.encode("utf-8", "surrogateescape"))), (lambda token: bytes([token]))
+    if vocab_size != 50257:
+        raise UserError(f"a vocabulary of {vocab_size} tokens is neither bytes (257) nor GPT-2's (50257)")
     try:
-        settings, step = Hyperparameters(**checkpoint["settings"]), checkpoint["step"]
-        model = build_model(replace(settings, sequence_length=next_multiple_of(BLOCK, length)))
-        model.load_state_dict(checkpoint["state"]["model"])
+        import tiktoken
+
+        gpt2 = tiktoken.get_encoding("gpt2")
+    except ImportError:
+        raise UserError("this checkpoint's tokens are GPT-2's, which need tiktoken: pip install tiktoken") from None
     except Exception as error:
-        raise UserError(f"{path}: not a checkpoint of this train_gpt.py: {in_one_line(error)}") from None
-    if sum(param.numel() for param in model.parameters()) < 1e7:
-        torch.set_num_threads(1)  # a token's products are too small to share: threads would wait for each other
-    window = window_in_blocks(step / settings.num_iterations, settings.window_start, settings.window_end)
-    return Reader(model.to("cuda" if torch.cuda.is_available() else "cpu"), window), settings
+        raise UserError(f"tiktoken needs the network once, for GPT-2's tokens: {type(error).__name__}") from None
+    return gpt2.encode_ordinary, gpt2.decode_single_token_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# Sampling
-# ----------------------------------------------------------------------------------------------------
 
 def choose(logits: Tensor, temperature: float, top_k: int, random: torch.Generator) -> int:
     """One token: drawn from the `top_k` likeliest (0: from all), or at temperature 0 the likeliest."""
     if temperature == 0:
         return int(logits.argmax())
-    likeliest, tokens = logits.topk(min(top_k or len(logits), len(logits)))
-    drawn = torch.multinomial(F.softmax(likeliest / temperature, dim=-1), 1, generator=random)
-    return int(tokens[drawn])
+    likeliest, tokens = logits.double().topk(min(top_k or len(logits), len(logits)))
+    probabilities = F.softmax((likeliest - likeliest[0]) / temperature, dim=-1)  # no overflow, however small
+    return int(tokens[torch.multinomial(probabilities, 1, generator=random)])
 
-def continuation(reader: Reader, settings: Hyperparameters, prompt: list[int], count: int, temperature: float,
-                 top_k: int, seed: int) -> Iterator[int]:
-    """Up to `count` tokens after the prompt; fewer if a new document starts."""
-    random = torch.Generator().manual_seed(seed)
-    latest = [settings.document_token, *prompt]
-    for _ in range(count):
-        logits = reader.read(latest)[:settings.vocab_size].cpu()  # the tables' padding is no token
-        token = choose(logits, temperature, top_k, random)
-        if token == settings.document_token:
+
+def continuation(model: Model, prompt: list[int], options: argparse.Namespace) -> Iterator[int]:
+    """The tokens that follow the prompt, up to a new document."""
+    random = torch.Generator().manual_seed(options.seed)
+    text = [model.document_token, *prompt]
+    for _ in range(options.tokens):
+        text.append(choose(model.next_logits(text), options.temperature, options.top_k, random))
+        if text[-1] == model.document_token:
             return
-        yield token
-        latest = [token]
+        yield text[-1]
 
-def parse(arguments: list[str] | None):
-    about, usage = __doc__.split("\n", 1)
-    parser = OneLineParser(description=about, epilog=usage, allow_abbrev=False,
-                           formatter_class=RawDescriptionHelpFormatter)
+
+# ----------------------------------------------------------------------------------------------------
+# The command
+# ----------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("checkpoint", nargs="?", default="latest", help="a file, or latest for the newest [latest]")
     parser.add_argument("--prompt", default="", help="what the text starts with; nothing means a new document")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to add at most [200]")
-    parser.add_argument("--temperature", type=finite_number, default=0.8, help="below 1 is bolder in the likely [0.8]")
+    parser.add_argument("--temperature", type=float, default=0.8, help="below 1 prefers what is likely [0.8]")
     parser.add_argument("--top_k", type=int, default=50, help="draw from this many likeliest tokens, 0: all [50]")
     parser.add_argument("--seed", type=int, default=1, help="of the draws [1]")
     parser.add_argument("--checkpoint_dir", default="checkpoints", help="where latest is looked for [checkpoints]")
-    options = parser.parse_args(arguments)
-    for name, low, high in ("tokens", 1, 10**7), ("temperature", 0, 1e6), ("top_k", 0, 10**6), ("seed", 0, 2**63):
+    parser.add_argument("--script", type=Path, help="the script that trained it [train_gpt.py beside sample.py]")
+    try:
+        options, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error} (--help lists every option)") from None
+    if unknown:
+        raise UserError(f"{unknown[0]}: not an option (--help lists them)")
+    for name, low, high in ("tokens", 1, 10**7), ("temperature", 0, 1e6), ("top_k", 0, 10**6), ("seed", 0, 2**63 - 1):
         if not low <= getattr(options, name) <= high:
             raise UserError(f"--{name} {getattr(options, name)}: must be from {low} to {high}")
     return options
 
+
 def main(arguments: list[str] | None = None) -> int:
     try:
         options = parse(arguments)
-        path = newest_checkpoint(options.checkpoint_dir) if options.checkpoint == "latest" else options.checkpoint
-        if not path:
-            raise UserError(f"no checkpoint in {options.checkpoint_dir}: train with --save_every first")
-        # Every prompt has fewer tokens than bytes, or as many.
-        length = 1 + len(options.prompt.encode("utf-8", "surrogateescape")) + options.tokens
-        reader, settings = load_reader(path, length)
-        tokens = tokens_of(settings)
-        prompt = tokens.encode(options.prompt)
-        added = continuation(reader, settings, prompt, options.tokens, options.temperature, options.top_k, options.seed)
+        script = options.script or HERE / "train_gpt.py"
+        model = Model(options.checkpoint, options.checkpoint_dir, script, chosen=options.script is not None)
+        encode, decode = tokenizer(model.s.vocab_size)
+        prompt = encode(options.prompt)
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be spread over tokens
-        for token in chain(prompt, added):
-            print(text.decode(tokens.decode(token)), end="", flush=True)
+        for token in itertools.chain(prompt, continuation(model, prompt, options)):
+            print(text.decode(decode(token)), end="", flush=True)
         print(text.decode(b"", final=True))
         return 0
     except UserError as error:
-        print(f"sample: {error}", file=sys.stderr)
+        warn(str(error))
         return 2
     except BrokenPipeError:  # whoever read the text has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
         return 0
     except KeyboardInterrupt:
         return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,7 +14,7 @@ With --text every file below DIR is a document, byte for byte. Left out, and cou
 name; the last tenth (at least 1,025 tokens, at most 10 MiB) is validation. A document that lies across that line, or
 across the end of a shard (100M tokens), is divided there.
 
-Token 256 starts a document. Documents are longer than a batch, so training shards are cut into pieces: runs of 255
+Token 256 starts a document. Documents are longer than a batch, so training shards are cut into pieces: runs of 511
 tokens, each with token 256 in front, shuffled once and for all; a shorter last one stays at the end. Validation keeps
 whole documents in their order.
 """
@@ -36,12 +36,12 @@ from shards import UserError, argument_parser, header, run, sha256_of, workplace
 
 DOCUMENT_TOKEN = 256
 MAX_SHARD_TOKENS = 100_000_000  # as FineWeb's
-PIECE_TOKENS = 256  # of training shards, the document token in front included
+PIECE_TOKENS = 512  # of training shards, the document token in front included
 
 PINNED_TORCH = "2.13.0"
 LEFT_OUT = ("torch/version.py", "torch/testing/", "torch/_vendor/", "torch/sparse/_triton_ops_meta.py")
 SHA256 = {
-    "embedded_train_000001.bin": "cd629f56f9b8e01b43c10e5a162debbef76b2f655849dadbd5f4e030be884e22",
+    "embedded_train_000001.bin": "b17d285eee8fe4de0c54332165351e54f13d2b20d53fdceb62e30d536b3ec7ee",
     "embedded_val_000000.bin": "63672a6c7147f003c2b989eab5c6645ca6fdb82e9f829ca1050d5f38587c975f",
 }
 
@@ -65,7 +65,7 @@ def stream_of(documents: Iterable[Iterable[bytes]]):
 
 
 def shuffled_pieces(stream):
-    """Cut a stream into pieces of 256 tokens: the document token and the next 255. The full ones are shuffled, always
+    """Cut a stream into pieces of 512 tokens: the document token and the next 511. The full ones are shuffled, always
     in the same way (numpy keeps RandomState's results for ever); what is left at the end is the last, shorter piece."""
     import numpy as np
 

@@ -4,6 +4,7 @@ What is already done is read off the records' own logs: a run of this very scrip
 no state to lose, and a script that changed is measured again.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -11,16 +12,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-from records.logs import UserError, open_records, read_log, record_folders, same_source
+from records.folders import SCRIPT, log_files, open_records, record_folders
+from records.logs import read_log, same_source
+from records.terminal import Paint, UserError, shown
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def measure(args, paint):
+def measure(args: argparse.Namespace, paint: Paint) -> int:
     """Seed by seed through all records, so that what the machine does meanwhile happens to all of them."""
     folders = record_folders(args.records)
     if args.names:
-        folders = [record.folder for record in open_records(args.names, args.records)]
+        folders = [record.folder or record.logs[0].path.parent for record in open_records(args.names, args.records)]
+    without = [folder for folder in folders if not (folder / SCRIPT).is_file()]
+    if without:
+        raise UserError(f"{shown(without[0])}: no {SCRIPT} to run in this folder")
     wanted = [(folder, seed) for seed in args.seeds for folder in folders]
     missing = [(folder, seed) for folder, seed in wanted if not is_measured(folder, seed)]
     print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are there already")
@@ -32,15 +38,15 @@ def measure(args, paint):
     return 0
 
 
-def is_measured(folder, seed):
-    source = (folder / "train_gpt.py").read_bytes()
+def is_measured(folder: Path, seed: int) -> bool:
+    source = (folder / SCRIPT).read_bytes()
     return any(
         log.seed == str(seed) and log.source and same_source(log.source, source) and any(r.complete for r in log.runs)
-        for log in map(read_log, sorted(folder.glob("*.txt")))
+        for log in map(read_log, log_files(folder))
     )
 
 
-def run(folder, seed):
+def run(folder: Path, seed: int) -> str:
     """One run through run.sh; its log goes into the record's folder when it is whole, and only then."""
     (ROOT / "logs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "logs", prefix="unfinished_") as unfinished:

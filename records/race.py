@@ -8,6 +8,7 @@ Each finished run's log is kept in the race's folder. That is all the state ther
 after the last of them.
 """
 
+import argparse
 import json
 import math
 import os
@@ -17,73 +18,86 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import IO, NamedTuple
 
-from records.logs import UserError, half_interval, many, mean, read_log, same_source, spread
-from records.scripts import name_of, open_script
+from records.evidence import DEFAULT_TARGET
+from records.figures import half_interval, have_scipy, mean, with_spread
+from records.folders import RACE
+from records.logs import Log, read_log, same_source
+from records.scripts import Program, open_program, split_files
+from records.terminal import Paint, UserError, brief, harmless, many, os_error, print_markdown, shown
 
+LAUNCHER = Path(__file__).resolve().parent / "launch.py"
 LOGS = Path("logs")  # where a script puts its log, seen from where it is started
 
 
-def run_race(args, paint):
-    a, b = open_script(args.a, args.records), open_script(args.b, args.records)
+def run_race(args: argparse.Namespace, paint: Paint) -> int:
+    if not have_scipy():
+        raise UserError("the interval of a race needs scipy: pip install -r requirements-dev.txt")
+    programs = {"A": open_program(args.a, args.records), "B": open_program(args.b, args.records)}
     if any(word.partition("=")[0] == "--seed" for word in args.settings):
         raise UserError("race gives each pair of runs its own seed; use --first-seed in place of --seed")
     nproc = args.nproc or default_processes()
     plan = {
-        "A": {"name": name_of(a), "sha256": sha256(a.source).hexdigest()},
-        "B": {"name": name_of(b), "sha256": sha256(b.source).hexdigest()},
-        "settings": args.settings,
-        "processes": nproc,
-        "first_seed": args.first_seed,
+        side: {"name": program.name, "sha256": sha256(program.source).hexdigest()} for side, program in programs.items()
     }
+    plan |= {"settings": args.settings, "processes": nproc, "first_seed": args.first_seed}
     folder = prepare(args.state or default_folder(plan), plan)
-    scripts = {"A": a, "B": b}
-    paths = {side: runnable(scripts[side], folder, side) for side in "AB"}
+    target = DEFAULT_TARGET if args.target is None else args.target
+    paths = {side: runnable(programs[side], folder, side) for side in "AB"}
     with only_one_race_in(folder) as lock:
+        if not all(log_of(folder, *run).exists() for run in order(args.runs)):
+            make_data(args.settings)
         for number, side in order(args.runs):
-            log = folder / f"pair{number:02}_{side}.txt"
+            log = log_of(folder, number, side)
             if not log.exists():
                 seed = args.first_seed + number - 1
-                if paths[side].read_bytes() != scripts[side].source:
-                    raise UserError(f"{paths[side]}: changed while the race was going on")
-                command = launch_command(paths[side], nproc, ["--seed", str(seed), *args.settings])
-                print(f"pair {number} of {args.runs}, {side}: {shlex.join(command)}", file=sys.stderr)
-                new = run_once(command, nproc, folder / "output.txt", lock)
-                replace(log, find_log(new, scripts[side], seed).read_bytes())
-            describe_run(number, side, log, args.target)
-            compare_tracks(folder, args.target)
-    return report(plan, folder, args.runs, args.target, paint)
+                if paths[side].read_bytes() != programs[side].main:
+                    raise UserError(f"{shown(paths[side])}: changed while the race was going on")
+                settings = ["--seed", str(seed), *args.settings]
+                told = f"{shown(paths[side])} {shlex.join(settings)}"
+                print(harmless(f"pair {number} of {args.runs}, {side}: {told}"), file=sys.stderr)
+                new = run_once(launch_command(paths[side], nproc, settings), nproc, folder / "output.txt", lock)
+                replace(log, find_log(new, programs[side], seed).read_bytes())
+            print(f"pair {number} {side}: {result(log, target).words}", flush=True)
+            compare_tracks(folder, target)
+    return report(plan, folder, args.runs, target, paint)
 
 
-def order(runs):
+def order(runs: int) -> Iterator[tuple[int, str]]:
     for number in range(1, runs + 1):
         yield from ((number, side) for side in ("AB" if number % 2 else "BA"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # The race's folder
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 
 
-def default_folder(plan):
+def log_of(folder: Path, number: int, side: str) -> Path:
+    return folder / f"pair{number:02}_{side}.txt"
+
+
+def default_folder(plan: dict) -> Path:
     """A name that changes with the scripts and the settings, so that a changed script starts another race."""
     digest = sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:8]
-    names = "_".join(re.sub(r"[^\w.-]+", "-", plan[side]["name"]) for side in "AB")
+    names = "_".join(re.sub(r"[^\w.-]+", "-", brief(plan[side]["name"], 60)) for side in "AB")
     return LOGS / f"race_{names}_{digest}"
 
 
-def prepare(folder, plan):
+def prepare(folder: Path, plan: dict) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        memory = folder / "race.json"
+        memory = folder / RACE
         if not memory.exists():
             replace(memory, json.dumps(plan, indent=1).encode())
         known = json.loads(memory.read_bytes())
     except OSError as error:
-        raise UserError(f"{folder}: {error.strerror or error}") from None
+        raise os_error(folder, error) from None
     except ValueError:
         raise UserError(f"{memory}: is not JSON, so this is no race to go on with; choose another --state") from None
     other = [key for key in plan if not isinstance(known, dict) or known.get(key) != plan[key]]
@@ -92,24 +106,26 @@ def prepare(folder, plan):
     return folder
 
 
-def replace(path, content):
+def replace(path: Path, content: bytes) -> None:
     """All of it or nothing: a run that is killed leaves no half file behind."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(content)
     os.replace(unfinished, path)
 
 
-def runnable(script, folder, side):
-    """The path to run: the script itself, or a copy of it where it stands in a log."""
-    path = Path(script.label)
-    if path.suffix != ".py":
-        path = folder / f"{side}.py"
-        replace(path, script.source)
-    return path
+def runnable(program: Program, folder: Path, side: str) -> Path:
+    """The path to run: the script itself, or a copy of its files where they stand in a log."""
+    if program.path.suffix == ".py":
+        return program.path
+    home = folder / side
+    home.mkdir(exist_ok=True)
+    for name, script in program.files.items():
+        replace(home / name, script.source)
+    return home / next(iter(program.files))
 
 
 @contextmanager
-def only_one_race_in(folder):
+def only_one_race_in(folder: Path):
     """A lock on the folder. The runs inherit it, so a run that outlives a killed race still holds it."""
     import fcntl  # not on Windows, and only a race needs it
 
@@ -121,35 +137,48 @@ def only_one_race_in(folder):
         yield file
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # One run
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 
 
-def default_processes():
-    """One process a GPU; on a CPU 2, or 1 where there is only one core."""
+def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        gpus = len([device for device in visible.split(",") if device.strip()])
-    elif shutil.which("nvidia-smi"):
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-        gpus = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-    else:
-        gpus = 0
-    return gpus or min(2, cores())
+        return len([device for device in visible.split(",") if device.strip()])
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def cores():
+def default_processes() -> int:
+    """One process a GPU; on a CPU 2, or 1 where there is only one core."""
+    return count_gpus() or min(2, cores())
+
+
+def make_data(settings: list[str]) -> None:
+    """The default data, as run.sh makes it; not where the user names files, or away from the data scripts."""
+    script = Path("data/cached_fineweb10B.py" if count_gpus() else "data/embedded_corpus.py")
+    if not script.is_file() or any(word.partition("=")[0] == "--train_files" for word in settings):
+        return
+    command = [sys.executable, str(script), *(["10"] if count_gpus() else [])]
+    made = subprocess.run(command, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True, errors="replace")
+    if made.returncode:
+        raise UserError(f"{script} ended with exit code {made.returncode}: {last_words(made.stderr, script)}")
+
+
+def cores() -> int:
     """The cores that this process may use, which may be fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def launch_command(script, nproc, settings):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
+def launch_command(script: Path, nproc: int, settings: list[str]) -> list[str]:
+    launcher = [str(LAUNCHER), "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
     return [sys.executable, *launcher, str(script), *settings]
 
 
-def run_once(command, nproc, output, lock):
+def run_once(command: list[str], nproc: int, output: Path, lock: IO) -> set[Path]:
     """Run to the end; the new logs. However this race is stopped, the run is stopped with it."""
     before = set(LOGS.glob("*.txt"))
     environment = {"OMP_NUM_THREADS": str(max(1, cores() // nproc)), **os.environ}
@@ -168,17 +197,24 @@ def run_once(command, nproc, output, lock):
             print("stopped; the same command goes on after the last finished run", file=sys.stderr)
             raise
     if code:
-        said = output.read_text(errors="replace").split("\n")
-        words = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
-        raise UserError(f"the run ended with exit code {code}: {words} (all of its output: {output})")
+        script = next(Path(word) for word in command if word.endswith(".py") and word != str(LAUNCHER))
+        words = last_words(output.read_text(errors="replace"), script)
+        raise UserError(f"the run ended with exit code {code}: {words} (all of its output: {shown(output)})")
     return set(LOGS.glob("*.txt")) - before
 
 
-def raise_interrupt(*_):
+def last_words(output: str, script: Path) -> str:
+    """The script's own line about what went wrong, or else the last one."""
+    lines = [line.strip() for line in output.split("\n") if line.strip()]
+    own = [line for line in lines if line.startswith((f"{script.stem}: ", f"{script.name}: ", "train_gpt: "))]
+    return brief((own or lines or ["it said nothing"])[-1], 500)
+
+
+def raise_interrupt(*_) -> None:
     raise KeyboardInterrupt
 
 
-def stop(run, patience=60):
+def stop(run: subprocess.Popen, patience: float = 60) -> None:
     """Ask first, so that a run can tidy up; then insist. torchrun itself needs up to 30 s to end its workers."""
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, signal.SIG_IGN)  # a second Ctrl-C must not leave the run behind
@@ -190,89 +226,121 @@ def stop(run, patience=60):
             pass
 
 
-def find_log(new, script, seed):
+def find_log(new: set[Path], program: Program, seed: int) -> Path:
     """The log of the run that just ended, even if others write logs here too."""
-    logs = [log for log in map(read_log, sorted(new)) if log.source and same_source(log.source, script.source)]
+    logs = [log for log in map(read_log, sorted(new)) if log.source and is_source_of(log, program)]
     ours = [log for log in logs if log.seed in (None, str(seed))]
     if len(ours) != 1:
-        raise UserError(f"the run of {script.label} left {many(ours, 'log')} of its source and seed in {LOGS}, not 1")
+        raise UserError(f"the run of {program.name} left {many(ours, 'log')} of its source and seed in {LOGS}, not 1")
     log = ours[0]
     if len(log.runs) != 1 or not log.runs[0].complete:
-        raise UserError(f"{log.path}: this run did not come to its last step")
+        raise UserError(f"{shown(log.path)}: this run did not come to its last step")
     return log.path
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+def is_source_of(log: Log, program: Program) -> bool:
+    return same_source(next(iter(split_files(log.source).values())), program.main)
+
+
+# ----------------------------------------------------------------------------------------------------
 # The result
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 
 
-def result(log, target):
-    """(final loss, time to target or None, the target) of a kept log."""
-    read = read_log(log)
-    if len(read.runs) != 1:
-        raise UserError(f"{log}: not the log of one run any more; delete it to run it again")
-    target = read.target or target
-    reached = read.runs[0].reached(target)
-    return read.runs[0].final.loss, reached.seconds if reached else None, target
+class Result(NamedTuple):
+    """What a kept log says of its run."""
+
+    target: float
+    step: int
+    loss: float
+    seconds: float
+    to_target: float | None  # seconds
+
+    @property
+    def step_ms(self) -> float:
+        return 1000 * self.seconds / max(self.step, 1)
+
+    @property
+    def words(self) -> str:
+        reached = "" if self.to_target is None else f"; {self.target:g} reached after {self.to_target:.1f} s"
+        pace = f"{self.step} steps in {self.seconds:.1f} s, {self.step_ms:.1f} ms per step"
+        return f"final loss {self.loss:.4f}, {pace}{reached}"
 
 
-def describe_run(number, side, log, default_target):
-    final, seconds, target = result(log, default_target)
-    reached = f"{target:g} reached after {seconds:.1f} s" if seconds is not None else f"{target:g} not reached"
-    print(f"pair {number} {side}: {reached}, final loss {final:.4f}", flush=True)
+def result(path: Path, default_target: float) -> Result:
+    log = read_log(path)
+    if len(log.runs) != 1:
+        raise UserError(f"{shown(path)}: not the log of one run any more; delete it to run it again")
+    target = default_target if log.target is None else log.target
+    run = log.runs[0]
+    reached = run.reached(target)
+    return Result(target, run.final.step, run.final.loss, run.final.seconds, reached.seconds if reached else None)
 
 
-def compare_tracks(folder, default_target):
+def compare_tracks(folder: Path, default_target: float) -> None:
     """Stop as soon as the two scripts turn out to run different tracks."""
     logs = [read_log(path) for path in sorted(folder.glob("pair*.txt"))]
     for log in logs:
         for what, value, first in (
-            ("target", log.target or default_target, logs[0].target or default_target),
+            ("target", *(default_target if one.target is None else one.target for one in (log, logs[0]))),
             ("data", log.data, logs[0].data),
+            ("dtype", *((one.settings or {}).get("dtype") for one in (log, logs[0]))),
         ):
             if value != first:
-                raise UserError(f"different tracks cannot race: {what} {value} in {log.path}, before {first}")
+                raise UserError(f"different tracks cannot race: {what} {value} in {shown(log.path)}, before {first}")
 
 
-def report(plan, folder, runs, default_target, paint):
-    results = {
-        side: [result(folder / f"pair{n:02}_{side}.txt", default_target) for n in range(1, runs + 1)] for side in "AB"
-    }
-    names = {side: f"{side} {plan[side]['name']}" for side in "AB"}
-    target = results["A"][0][2]
-    times = {side: [seconds for _, seconds, _ in results[side]] for side in "AB"}
-    losses = {side: [loss for loss, _, _ in results[side]] for side in "AB"}
-
-    print(paint(f"\ntime to target {target:g}", "bold"), "(at the first validation at or below it, not interpolated)")
-    if all(None not in times[side] for side in "AB"):
-        faster = compare(times, names, "s", 1)
-    else:
-        for side in "AB":
-            reached = [seconds for seconds in times[side] if seconds is not None]
-            mean_time = f", those in {mean(reached):.1f} s on average" if reached else ""
-            print(f"  {names[side]}: {len(reached)} of {many(times[side], 'run')} reached it{mean_time}")
-        print("  no difference is given: leaving out the runs that failed would flatter their script")
-        faster = None
+def report(plan: dict, folder: Path, runs: int, default_target: float, paint: Paint) -> int:
+    results = {side: [result(log_of(folder, n, side), default_target) for n in range(1, runs + 1)] for side in "AB"}
+    names = {side: harmless(f"{side} {plan[side]['name']}") for side in "AB"}
+    target = results["A"][0].target
+    times, step_times, losses = (
+        {side: [getattr(one, of) for one in results[side]] for side in "AB"} for of in ("to_target", "step_ms", "loss")
+    )
+    print()
+    faster = report_times(times, names, target, paint)
+    print(paint("time per step", "bold"))
+    quicker = compare(step_times, names, "ms", 2)
     print(paint("final loss", "bold"))
     better = compare(losses, names, "", 4)
-
     if faster:
-        saved = 100 * (1 - mean(times[faster]) / mean(times["B" if faster == "A" else "A"]))
-        print(paint(f"{names[faster]} is faster to the target, by {saved:.1f} %", "bold green"))
+        percent = saved(times, faster)
+        print(paint(f"{names[faster]} is faster to the target, by {percent:.1f} %", "bold green"))
     else:
         print(paint("no winner in time: the difference is within the noise, or not every run got there", "bold yellow"))
-    loss_verdict = f"{names[better]} ends at a lower loss" if better else "no winner in loss: within the noise"
-    print(loss_verdict)
+        if quicker:
+            print(f"the steps of {names[quicker]} take less time, by {saved(step_times, quicker):.1f} %")
+    print(f"{names[better]} ends at a lower loss" if better else "no winner in loss: within the noise")
+    print(paint("\nto paste", "bold"))
+    summarize(plan, folder, runs, {"time to target": times, "time per step": step_times, "final loss": losses})
     return 0
 
 
-def compare(values, names, unit, digits):
+def saved(values: dict, winner: str) -> float:
+    return 100 * (1 - mean(values[winner]) / mean(values["B" if winner == "A" else "A"]))
+
+
+def report_times(times: dict, names: dict, target: float, paint: Paint) -> str | None:
+    """The side that is faster to the target; None if that cannot be said."""
+    reached = {side: [seconds for seconds in times[side] if seconds is not None] for side in "AB"}
+    if not any(reached.values()):
+        print(f"{paint(f'time to target {target:g}', 'bold')}: no run reached it")
+        return None
+    print(paint(f"time to target {target:g}", "bold"), "(at the first validation at or below it, not interpolated)")
+    if all(None not in times[side] for side in "AB"):
+        return compare(times, names, "s", 1)
+    for side in "AB":
+        mean_time = f", those in {mean(reached[side]):.1f} s on average" if reached[side] else ""
+        print(f"  {names[side]}: {len(reached[side])} of {many(times[side], 'run')} reached it{mean_time}")
+    print("  no difference is given: leaving out the runs that failed would flatter their script")
+    return None
+
+
+def compare(values: dict, names: dict, unit: str, digits: int) -> str | None:
     """Print both means and the difference with its interval; the side that is lower, None within the noise."""
     unit = f" {unit}" if unit else ""
     for side in "AB":
-        noise = f" ± {spread(values[side]):.{digits}f}" if len(values[side]) > 1 else ""
-        print(f"  {names[side]}: {mean(values[side]):.{digits}f}{noise}{unit}")
+        print(f"  {names[side]}: {with_spread(values[side], digits, unit)}")
     differences = [b - a for a, b in zip(values["A"], values["B"], strict=True)]
     difference = mean(differences)
     if len(differences) < 2 or not math.isfinite(difference):
@@ -285,3 +353,39 @@ def compare(values, names, unit, digits):
     if low <= 0 <= high:
         return None
     return "A" if difference > 0 else "B"
+
+
+def summarize(plan: dict, folder: Path, runs: int, measured: dict) -> None:
+    """What a pull request needs: figures, and on what they were measured."""
+    rows = [["", *(plan[side]["name"] for side in "AB")]]
+    for (name, values), (unit, digits) in zip(measured.items(), ((" s", 2), (" ms", 2), ("", 4)), strict=True):
+        if all(None not in values[side] for side in "AB"):
+            rows.append([name, *(with_spread(values[side], digits, unit) for side in "AB")])
+    print_markdown(rows)
+    log = read_log(log_of(folder, 1, "A"))
+    first = plan["first_seed"]
+    about = {
+        "commit": commit(),
+        "settings": shlex.join(plan["settings"]) or "the scripts' own",
+        "dtype": (log.settings or {}).get("dtype", "not named"),
+        "hardware": log.hardware or "not named",
+        "processes": plan["processes"],
+        "seeds": f"{first} to {first + runs - 1}, in the order A B, B A" if runs > 1 else first,
+    }
+    print()
+    for name, value in about.items():
+        print(harmless(f"- {name}: {value}"))
+
+
+def commit() -> str:
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    try:
+        name = git("rev-parse", "--short", "HEAD")
+    except OSError:
+        return "git is not here"
+    if name is None:
+        return "not in git"
+    return f"{name} with local changes" if git("status", "--porcelain", "--untracked-files=no") else name

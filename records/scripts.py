@@ -1,4 +1,4 @@
-"""Scripts and what changed between two of them: line by line, word by word, section by section."""
+"""Scripts: the files inside a log, their sections, and in what two of them differ."""
 
 import ast
 import io
@@ -6,17 +6,20 @@ import re
 import tokenize
 from collections import Counter
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import cached_property
-from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
-from records.logs import UserError, find, is_record, log_files, read_log
+from records.folders import SCRIPT, UUID, find, log_files
+from records.logs import long_strings, read_log, same_source
+from records.terminal import UserError, brief, os_error, shown
 
-BOX = re.compile(r"^# ?-{10,}\n# *(\S[^\n]*)\n# ?-{10,}$", re.MULTILINE)
-WORD = re.compile(r"\w+|\s+|.")
-CONTEXT = 3  # unchanged lines around a change
+# A heading is a comment between two lines of dashes, or between dashes on one line.
+BOX = re.compile(r"^# ?-{10,}\n# *(\S[^\n]*)\n# ?-{10,}$|^# -{4} (\S[^\n]*?) -{4,}$", re.MULTILINE)
+# Public logs of 2026 hold two files: the second follows a line of dashes and its name in a comment.
+DIVIDER = re.compile(rb"\n-{20,}\r?\n# ?([\w.-]{1,80}\.py)[ \r]{0,4}\n(?:-{20,}\r?\n)?(?:\r?\n)?")
+NAMES_RUN = re.compile(r"\b(?:run_id|run_name|uuid)\b", re.IGNORECASE)
+ID_VALUE = re.compile(r"'[^'\n]{0,200}'|\"[^\"\n]{0,200}\"|\d{6,40}")
 
 
 class Line(NamedTuple):
@@ -30,23 +33,23 @@ class Script:
     source: bytes
 
     @cached_property
-    def text(self):
+    def text(self) -> str:
         return self.source.decode(errors="surrogateescape")
 
     @cached_property
-    def lines(self):
+    def lines(self) -> list[Line]:
         """Split at line feeds only: splitlines() would also split at form feeds and the like."""
         texts = self.text.split("\n")
         if texts[-1] == "":
             texts.pop()
         return [Line(number, text) for number, text in enumerate(texts, 1)]
 
-    def code_lines(self):
+    def code_lines(self) -> list[Line]:
         """The lines without comments, docstrings and blank lines."""
         try:
             comments, inside_strings = scan(self.text)
             docstrings = docstring_lines(self.text)
-        except (SyntaxError, tokenize.TokenError, ValueError) as error:
+        except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as error:
             raise UserError(f"{self.label}: not Python, so comments cannot be told from code: {error}") from None
         kept = []
         for number, text in self.lines:
@@ -58,23 +61,23 @@ class Script:
                 kept.append(Line(number, text))
         return kept
 
-    def boxed_sections(self):
+    def boxed_sections(self) -> dict[int, str] | None:
         """The section's title for each line, by the boxed headings; None if there are none."""
-        boxes = [(self.text.count("\n", 0, box.start()) + 1, box[1]) for box in BOX.finditer(self.text)]
-        if not boxes:
+        titles, title, position, number = {}, "(top)", 0, 1
+        for box in BOX.finditer(self.text):
+            start = number + self.text.count("\n", position, box.start())
+            titles.update(dict.fromkeys(range(number, start), title))
+            title, position, number = brief((box[1] or box[2]).partition(":")[0].strip(), 80), box.start(), start
+        if not titles and title == "(top)":
             return None
-        titles, title = {}, "(top)"
-        for number, _ in self.lines:
-            if boxes and number == boxes[0][0]:
-                title = boxes.pop(0)[1].partition(":")[0].strip()
-            titles[number] = title
+        titles.update(dict.fromkeys(range(number, len(self.lines) + 1), title))
         return titles
 
-    def named_sections(self):
+    def named_sections(self) -> dict[int, str] | None:
         """The top-level class or function for each line; None if this is not Python."""
         try:
             tree = ast.parse(self.source)
-        except (SyntaxError, ValueError):
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
         titles = dict.fromkeys((number for number, _ in self.lines), "(top level)")
         for node in tree.body:
@@ -85,7 +88,7 @@ class Script:
         return titles
 
 
-def scan(text):
+def scan(text: str) -> tuple[dict[int, int], set[int]]:
     """({line: column of its comment}, {lines that begin inside a string}), 1-based."""
     comments, inside_strings, opened = {}, set(), []
     for token in tokenize.generate_tokens(io.StringIO(text, newline="\n").readline):
@@ -102,7 +105,7 @@ def scan(text):
     return comments, inside_strings
 
 
-def docstring_lines(text):
+def docstring_lines(text: str) -> set[int]:
     """The lines that hold a docstring and nothing else."""
     found, lines = set(), text.encode().split(b"\n")  # ast counts columns in bytes
     for node in ast.walk(ast.parse(text)):
@@ -116,170 +119,116 @@ def docstring_lines(text):
     return found
 
 
-def open_script(name, home):
+# ----------------------------------------------------------------------------------------------------
+# Files
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Program:
+    """A script as a user names it: its main file, and the others that a log holds with it."""
+
+    name: str  # short: the record's, or the file's where it is in no record
+    path: Path
+    source: bytes  # all of it
+    files: dict[str, Script]  # the main one first
+
+    @property
+    def main(self) -> bytes:
+        return next(iter(self.files.values())).source
+
+
+def split_files(source: bytes) -> dict[str, bytes]:
+    """{name: content} of the files in a log's source, the main one first."""
+    dividers = list(DIVIDER.finditer(source))
+    if not dividers:
+        return {SCRIPT: source}
+    quoted = list(long_strings(source, 0))
+    dividers = [match for match in dividers if not any(a < match.start() < b for a, b in quoted)]
+    names = [SCRIPT, *(match[1].decode() for match in dividers)]
+    starts = [0, *(match.end() for match in dividers)]
+    ends = [*(match.start() + 1 for match in dividers), len(source)]
+    files = {}
+    for name, start, end in zip(names, starts, ends, strict=True):
+        content = source[start:end]
+        if end < len(source):
+            content = content.rstrip(b"\r\n") + b"\n"  # the blank lines before a divider are the log's
+        files[name if name not in files else f"{len(files)}_{name}"] = content
+    return files
+
+
+def open_program(name: str, home: Path) -> Program:
     """The script that a user means by a record's name, a folder, a script or a log."""
     path = find(name, home)
     if path.is_dir():
-        if not is_record(path):
-            raise UserError(f"{name}: neither train_gpt.py nor a log in this folder")
-        script = path / "train_gpt.py"
-        path = script if script.is_file() else log_files(path)[0]
-    return script_at(path)
+        script, logs = path / SCRIPT, log_files(path)
+        if not script.is_file() and not logs:
+            raise UserError(f"{shown(path)}: neither {SCRIPT} nor a log in this folder")
+        path = script if script.is_file() else logs[0]
+    return program_at(path)
 
 
-def script_at(path):
+def program_at(path: Path) -> Program:
     if path.suffix == ".py":
         try:
-            return Script(str(path), path.read_bytes())
+            source = path.read_bytes()
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror or error}") from None
+            raise os_error(path, error) from None
+        in_record = path.name == SCRIPT and path.absolute().parent != Path.cwd()
+        name = path.absolute().parent.name if in_record else path.name
+        return Program(name, path, source, {path.name: Script(shown(path), source)})
     log = read_log(path)
     if log.source is None:
         reason = log.complaints[0][1] if log.complaints else "it has no line of = after a script"
-        raise UserError(f"{path}: no source to be found in this log: {reason}")
-    return Script(str(path), log.source)
+        raise UserError(f"{shown(path)}: no source to be found in this log: {reason}")
+    files = split_files(log.source)
+    label = {file: shown(path) + (f":{file}" if len(files) > 1 else "") for file in files}
+    return Program(path.name, path, log.source, {file: Script(label[file], files[file]) for file in files})
 
 
-def name_of(script):
-    """A short name to speak of: the record's, or the file's where it is in no record."""
-    path = Path(script.label)
-    return path.parent.name if path.name == "train_gpt.py" and path.parent.name else path.name
+# ----------------------------------------------------------------------------------------------------
+# In what two sources differ
+# ----------------------------------------------------------------------------------------------------
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What changed
-# ----------------------------------------------------------------------------------------------------------------------
+def describe_difference(old_files: dict[str, bytes], new_files: dict[str, bytes]) -> tuple[bool, str] | None:
+    """(is it the same program?, in what they differ) of two sources, file by file; None if they are equal."""
+    if old_files.keys() != new_files.keys():
+        return False, f"{' and '.join(new_files)} in place of {' and '.join(old_files)}"
+    words = []
+    for name in old_files:
+        if not same_source(old_files[name], new_files[name]):
+            same, told = describe_change(Script(name, old_files[name]), Script(name, new_files[name]))
+            if not same:
+                return False, told if len(old_files) == 1 else f"{name}, {told}"
+            words.append(told)
+    return (True, " and ".join(dict.fromkeys(words))) if words else None
 
 
-class Row(NamedTuple):
-    """One line of a diff. The pieces are (text, changed): the words that differ from the line's counterpart."""
-
-    sign: str  # " ", "-" or "+"
-    old: Line | None
-    new: Line | None
-    pieces: list[tuple[str, bool]]
-
-
-class Hunk(NamedTuple):
-    old_start: int
-    old_count: int
-    new_start: int
-    new_count: int
-    section: str
-    rows: list[Row]
-
-
-class Diff:
-    """All changes from one script to another."""
-
-    def __init__(self, old, new, comments=True):
-        self.old, self.new = old, new
-        self.old_lines = old.lines if comments else old.code_lines()
-        self.new_lines = new.lines if comments else new.code_lines()
-        # Blank lines may follow a match but not make one: else they tear apart what was rewritten as a whole.
-        # autojunk would treat frequent lines so as well, `return x` included.
-        blank = lambda text: not text.strip()  # noqa: E731
-        old_texts = [line.text + missing_end(old, line) for line in self.old_lines]
-        new_texts = [line.text + missing_end(new, line) for line in self.new_lines]
-        self.matcher = SequenceMatcher(blank, old_texts, new_texts, autojunk=False)
-        self.old_sections, self.new_sections = sections(old, new)
-
-    def hunks(self):
-        for group in self.matcher.get_grouped_opcodes(CONTEXT):
-            (_, i1, _, j1, _), (_, _, i2, _, j2) = group[0], group[-1]
-            rows = [row for opcode in group for row in self.rows(*opcode)]
-            changed = next(row for row in rows if row.sign != " ")
-            section = self.section_of(changed)
-            yield Hunk(start(self.old_lines, i1, i2), i2 - i1, start(self.new_lines, j1, j2), j2 - j1, section, rows)
-
-    def rows(self, kind, i1, i2, j1, j2):
-        old, new = self.old_lines[i1:i2], self.new_lines[j1:j2]
-        if kind == "equal":
-            return [Row(" ", a, b, [(b.text, False)]) for a, b in zip(old, new, strict=True)]
-        old_pieces = [[(line.text, False)] for line in old]
-        new_pieces = [[(line.text, False)] for line in new]
-        if len(old) == len(new):  # line for line, so the words that changed can be pointed out
-            pairs = [compare_words(a.text, b.text) for a, b in zip(old, new, strict=True)]
-            old_pieces, new_pieces = [a for a, _ in pairs], [b for _, b in pairs]
-        removed = [Row("-", line, None, pieces) for line, pieces in zip(old, old_pieces, strict=True)]
-        added = [Row("+", None, line, pieces) for line, pieces in zip(new, new_pieces, strict=True)]
-        return removed + added
-
-    def section_of(self, row):
-        return self.new_sections[row.new.number] if row.new else self.old_sections[row.old.number]
-
-    def stat(self):
-        """{section: (lines added, lines removed)} of the sections that changed, in reading order."""
-        added, removed = Counter(), Counter()
-        for kind, i1, i2, j1, j2 in self.matcher.get_opcodes():
-            if kind != "equal":
-                removed.update(self.old_sections[line.number] for line in self.old_lines[i1:i2])
-                added.update(self.new_sections[line.number] for line in self.new_lines[j1:j2])
-        order = dict.fromkeys([*self.new_sections.values(), *self.old_sections.values()])
-        return {title: (added[title], removed[title]) for title in order if added[title] or removed[title]}
+def describe_change(old: Script, new: Script) -> tuple[bool, str]:
+    old, new = (Script(s.label, s.source.replace(b"\r\n", b"\n")) for s in (old, new))
+    masked_old, masked_new = mask_ids(old), mask_ids(new)
+    if masked_old.text.rstrip("\n") == masked_new.text.rstrip("\n"):
+        return True, "a run id"
+    try:
+        if [line.text for line in masked_old.code_lines()] == [line.text for line in masked_new.code_lines()]:
+            return True, "comments"
+    except UserError:
+        pass  # not Python, so every line counts
+    pairs = zip(old.lines, new.lines, strict=False)
+    first = next((n for n, (a, b) in enumerate(pairs) if a.text != b.text), min(len(old.lines), len(new.lines)))
+    texts = [repr(brief(s.lines[first].text.strip(), 60)) if first < len(s.lines) else "nothing" for s in (old, new)]
+    lines = [Counter(line.text for line in s.lines) for s in (old, new)]
+    count = max((lines[0] - lines[1]).total(), (lines[1] - lines[0]).total())
+    return False, f"{count} line{'' if count == 1 else 's'}, from line {first + 1} on: {texts[0]} became {texts[1]}"
 
 
-def missing_end(script, line):
-    """A mark for a script's last line if no line break ends it, which makes it another line than one that has it."""
-    return "\n" if line.number == len(script.lines) and not script.text.endswith("\n") else ""
-
-
-def start(lines, first, end):
-    """Where a hunk starts, as diff(1) has it: an empty one is named by the line before it."""
-    return lines[first].number if first < end else (lines[first - 1].number if first else 0)
-
-
-def sections(old, new):
-    """Section titles by line for both: boxed headings if both have them, else classes and functions, else one."""
-    for way in (Script.boxed_sections, Script.named_sections):
-        found = way(old), way(new)
-        if None not in found:
-            return found
-    return tuple(dict.fromkeys((number for number, _ in script.lines), "(whole file)") for script in (old, new))
-
-
-def compare_words(old, new):
-    """Both lines in pieces, those that differ marked; unmarked where hardly anything is alike."""
-    a, b = WORD.findall(old), WORD.findall(new)
-    matcher = SequenceMatcher(None, a, b, autojunk=False)
-    if matcher.ratio() < 0.5:
-        return [(old, False)], [(new, False)]
-    opcodes = matcher.get_opcodes()
-    return (
-        [("".join(a[i1:i2]), kind != "equal") for kind, i1, i2, _, _ in opcodes if i1 < i2],
-        [("".join(b[j1:j2]), kind != "equal") for kind, _, _, j1, j2 in opcodes if j1 < j2],
-    )
-
-
-def unified(diff, paint):
-    """The diff as text that patch(1) accepts when it is not coloured."""
-    hunks = list(diff.hunks())
-    if not hunks:
-        return
-    yield paint(f"--- {diff.old.label}", "bold")
-    yield paint(f"+++ {diff.new.label}", "bold")
-    for hunk in hunks:
-        place = f"@@ -{hunk.old_start},{hunk.old_count} +{hunk.new_start},{hunk.new_count} @@"
-        yield f"{paint(place, 'cyan')} {paint(hunk.section, 'bold')}"
-        for row in hunk.rows:
-            colour = {"-": "red", "+": "green", " ": "plain"}[row.sign]
-            words = (paint(text, f"{colour} reverse" if changed else colour) for text, changed in row.pieces)
-            yield paint(row.sign, colour) + "".join(words)
-            if (row.old and missing_end(diff.old, row.old)) or (row.new and missing_end(diff.new, row.new)):
-                yield "\\ No newline at end of file"
-
-
-def stat_table(diff, paint, width=40):
-    """Lines added and removed by section, with a bar for each, as `git diff --stat` has it for files."""
-    stat = diff.stat()
-    if not stat:
-        return
-    most = max(added + removed for added, removed in stat.values())
-    scale = min(1, width / most)
-    column = max(map(len, stat))
-    for title, (added, removed) in stat.items():
-        bar = paint("+" * ceil(added * scale), "green") + paint("-" * ceil(removed * scale), "red")
-        yield f" {title:<{column}} | {added + removed:>{len(str(most))}} {bar}"
-    plus, minus = (sum(counts) for counts in zip(*stat.values(), strict=True))
-    sections_changed = f"{len(stat)} section{'' if len(stat) == 1 else 's'} changed"
-    yield f" {sections_changed}, {plus} line{'' if plus == 1 else 's'} added, {minus} removed"
+def mask_ids(script: Script) -> Script:
+    """The script with every id of a run replaced by the same word."""
+    lines = []
+    for _, text in script.lines:
+        if len(text) < 1000:
+            text = UUID.sub("<id>", text)
+            text = ID_VALUE.sub("<id>", text) if NAMES_RUN.search(text) else text
+        lines.append(text)
+    return Script(script.label, "\n".join(lines).encode(errors="surrogateescape"))

@@ -1,6 +1,9 @@
 """Running a training script on null GPUs: what torchrun starts, in which environment, with which settings."""
+
 import contextlib
+import hashlib
 import itertools
+import json
 import os
 import re
 import shutil
@@ -13,27 +16,30 @@ from pathlib import Path
 from rehearsal import readings, shards
 
 HERE = Path(__file__).resolve().parent
-PLENTY_GIB = 4096                 # a card on which nothing is too large: to learn what a run would need
-SMALL_RUN = {                     # a few steps that touch everything: window changes, validation, checkpoint
+PLENTY_GIB = 4096  # a card on which nothing is too large: to learn what a run would need
+SMALL_RUN = {  # a few steps that touch everything: window changes, validation, checkpoint
     "num_iterations": "4",
     "warmup_steps": "2",
+    "kernel_warmup_steps": "2",  # newer scripts' name for it
     "val_loss_every": "2",
     "save_every": "4",
 }
 VALIDATION_SEQUENCES = 8
-CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")      # that card.c has a card for
+CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")  # that card.c has a card for
 MOST_CARDS = 64
 # What the user has set for other runs, and would change or hide what a rehearsal sees.
-NOT_INHERITED = re.compile("PYTHONWARNINGS|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES|TORCH_COMPILE_DISABLE|"
-                           r"TORCHDYNAMO_DISABLE|PYTORCH_(\w+_)?ALLOC_CONF")
-SPARE_STEPS = 4                   # shard tokens beyond the steps: warm-up, and loaders that read ahead
+NOT_INHERITED = re.compile(
+    "PYTHONWARNINGS|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES|TORCH_COMPILE_DISABLE|"
+    r"TORCHDYNAMO_DISABLE|PYTORCH_(\w+_)?ALLOC_CONF"
+)
+SPARE_STEPS = 4  # shard tokens beyond the steps: warm-up, and loaders that read ahead
 
 
-class CannotRehearse(Exception):
+class UserError(Exception):
     """Bad usage or a machine on which it cannot be done: one line, exit code 2."""
 
 
-class DidNotCompile(CannotRehearse):
+class DidNotCompile(UserError):
     """The null GPU itself is at fault, not the machine."""
 
 
@@ -44,8 +50,11 @@ class Card:
     capability: str | None = None
 
     def environment(self) -> dict[str, str]:
-        values = {"NULLGPU_COUNT": self.count, "NULLGPU_MEMORY_GIB": self.memory_gib,
-                  "NULLGPU_CAPABILITY": self.capability}
+        values = {
+            "NULLGPU_COUNT": self.count,
+            "NULLGPU_MEMORY_GIB": self.memory_gib,
+            "NULLGPU_CAPABILITY": self.capability,
+        }
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
@@ -53,7 +62,7 @@ class Card:
 class Run:
     folder: Path
     processes: int
-    exit_code: int | None         # None: it took too long and was ended
+    exit_code: int | None  # None: it took too long and was ended
     seconds: float
     checkpoints: int
 
@@ -71,7 +80,7 @@ def set_up() -> None:
     result = subprocess.run([HERE / "setup.sh"], stdout=2, stderr=subprocess.PIPE, text=True)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["setup.sh failed"])[-1].removeprefix("rehearsal: ")
-        raise (DidNotCompile if result.returncode == 3 else CannotRehearse)(reason)
+        raise (DidNotCompile if result.returncode == 3 else UserError)(reason)
 
 
 def new_folder() -> Path:
@@ -82,6 +91,18 @@ def new_folder() -> Path:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
+
+
+def fingerprint(script: Path, given: dict[str, str], processes: int, card: Card) -> str:
+    """The same for two rehearsals that cannot differ: script, settings, cards, and the rehearsal's own sources."""
+    sources = [path for path in HERE.rglob("*") if path.suffix in (".py", ".c", ".h", ".sh", ".json")]
+    told = [script.read_text(), json.dumps([sorted(given.items()), processes, card.environment()])]
+    told += [path.read_text() for path in sorted([*sources, HERE.parent / "requirements.txt"])]
+    return hashlib.sha256("\0".join(told).encode()).hexdigest()
+
+
+def stored_report(key: str) -> Path:
+    return home() / "reports" / f"{key}.json"
 
 
 def cuobjdump() -> Path:
@@ -95,7 +116,7 @@ def find_script(name: str) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate.resolve()
-    raise CannotRehearse(f"{name} is neither a script nor a record")
+    raise UserError(f"{name} is neither a script nor a record")
 
 
 def check_settings(script: Path, given: dict[str, str]) -> None:
@@ -103,13 +124,13 @@ def check_settings(script: Path, given: dict[str, str]) -> None:
     try:
         known = readings.settings_of(script.read_text())
     except (SyntaxError, ValueError) as error:
-        raise CannotRehearse(f"{script} is not a Python script: {error}") from None
+        raise UserError(f"{script} is not a Python script: {error}") from None
     for name, value in given.items():
         if type(known.get(name)) is int and not re.fullmatch(r"[+-]?\d+", value):
-            raise CannotRehearse(f"--{name} {value}: must be a whole number")
+            raise UserError(f"--{name} {value}: must be a whole number")
     for name in ("sequence_length", "batch_sequences", "num_iterations", "val_tokens"):
         if name in given and not re.fullmatch(r"\+?\d+", given[name]):
-            raise CannotRehearse(f"--{name} {given[name]}: must be a whole number, and not less than 0")
+            raise UserError(f"--{name} {given[name]}: must be a whole number, and not less than 0")
 
 
 def choose_settings(script: Path, given: dict[str, str], data: Path) -> dict[str, str]:
@@ -141,10 +162,11 @@ def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str
         "REHEARSAL_FOLDER": str(folder),
         "REHEARSAL_SCRIPT": str(script),
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "TRITON_CACHE_DIR": str(cache / "triton"),     # or Inductor keeps the same kernels once for each device
-        # many ranks share few cores here
-        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),  # or Inductor keeps the same kernels once for each device
+        # many ranks share few cores here; rank 0 compiles for them and takes more (see watcher.py)
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",  # kernels then carry the bytes that they read and write
         "TORCH_LOGS": "graph_breaks,recompiles",
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     }
@@ -152,29 +174,36 @@ def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str
     return inherited | ours | card.environment()
 
 
-def run(script: Path, settings: dict[str, str], processes: int, folder: Path, cache: Path, card: Card,
-        timeout: float) -> Run:
+def run(
+    script: Path, settings: dict[str, str], processes: int, folder: Path, cache: Path, card: Card, timeout: float
+) -> Run:
     """torchrun with that many ranks in a folder of its own; checkpoints are thrown away afterwards."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    cache.mkdir(parents=True, exist_ok=True)
     flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
     command = [str(venv() / "bin" / "torchrun"), "--standalone", f"--nproc_per_node={processes}", str(script), *flags]
     began = time.monotonic()
     with open(folder / "torchrun.log", "w") as log:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment(folder, cache, script, card), stdout=log, stderr=log,
-            stdin=subprocess.DEVNULL)
+            command,
+            cwd=folder,
+            env=environment(folder, cache, script, card),
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+        )
         try:
             exit_code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             exit_code = None
         finally:
             if process.poll() is None:
-                process.terminate()     # torchrun passes it on to its ranks
+                process.terminate()  # torchrun passes it on to its ranks
                 process.wait()
     checkpoints = list(folder.rglob("*.pt"))
     for checkpoint in checkpoints:
-        checkpoint.unlink()             # gigabytes of nothing
+        checkpoint.unlink()  # gigabytes of nothing
     return Run(folder, processes, exit_code, time.monotonic() - began, len(checkpoints))
 
 

@@ -1,4 +1,5 @@
 """What the files of a rehearsal say: logs, collectives, kernels. Text in, plain values out."""
+
 import ast
 import json
 import re
@@ -23,21 +24,24 @@ PYTHON_WARNING = re.compile(r"^(?:\[rank\d+\]:\s?)?(\S.*?:\d+): (\w*Warning): (.
 NATIVE_WARNING = re.compile(r"^(?:\[rank\d+\]:\s?)?\[W\d.*?\] (?:Warning: )?(.*)$")
 MISMATCH = re.compile(
     r"Rank (\d+) is running collective: CollectiveFingerPrint\((.*?)TensorDtypes=(\w+).*?"
-    r"but Rank (\d+) is running collective: CollectiveFingerPrint\((.*?)TensorDtypes=(\w+)")
+    r"but Rank (\d+) is running collective: CollectiveFingerPrint\((.*?)TensorDtypes=(\w+)"
+)
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 TRACEBACK = "Traceback (most recent call last):"
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-ERROR = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b")      # without a traceback: a syntax error
+ERROR = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b")  # without a traceback: a syntax error
 CONSEQUENCE = re.compile(r"Dist\w*Error|NCCL|[Gg]loo|[Cc]onnection (?:was )?(?:closed|reset)|pair closure|SIGTERM")
 TORCHRUN_FAILURE = re.compile(r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+) ", re.MULTILINE)
-USER_ERROR = re.compile(r"^train_gpt: (?!rank \d+ failed:$)(.*)$")             # that line has a traceback below it
+USER_ERROR = re.compile(r"^train_gpt: (?!rank \d+ failed:$)(.*)$")  # that line has a traceback below it
 
 
 # ---- The log of a rank
 
+
 @dataclass
 class Found:
     """A graph break, a recompile or a warning: where it is, why, and whether the clock was running."""
+
     place: str
     reason: str
     compile_id: str = ""
@@ -55,7 +59,7 @@ class RankLog:
     validations: int = 0
     error: str = ""
     mismatch: str = ""
-    warmup_marks: int | None = None     # optimizer steps before the clock started; None if it never did
+    warmup_marks: int | None = None  # optimizer steps before the clock started; None if it never did
 
 
 def marks_of_warmup(lines: list[str]) -> tuple[int | None, int]:
@@ -96,7 +100,7 @@ def first_error(lines: list[str]) -> str:
             in_traceback = not error or chained
         elif line.startswith(CHAINED):
             chained = True
-        elif in_traceback and line[:1].strip():     # its other lines are indented
+        elif in_traceback and line[:1].strip():  # its other lines are indented
             error, in_traceback, chained = line, False, False
         elif not error and (found := USER_ERROR.match(line)):
             error = found[1]
@@ -113,8 +117,11 @@ def read_failures(torchrun_log: str) -> dict[int, int]:
 
 def first_fault(errors: dict[int, str], failures: dict[int, int]) -> str:
     """The error that led to the others: a rank's own fault rather than a lost connection, the earliest of these."""
-    told = {rank: f"killed by {signal.Signals(-code).name}" for rank, code in failures.items()
-            if code < 0 and code != -signal.SIGTERM} | errors       # torchrun itself ends the others by SIGTERM
+    told = {
+        rank: f"killed by {signal.Signals(-code).name}"
+        for rank, code in failures.items()
+        if code < 0 and code != -signal.SIGTERM
+    } | errors  # torchrun itself ends the others by SIGTERM
     root_cause = next(iter(failures), None)
     ranks = sorted(told, key=lambda rank: (bool(CONSEQUENCE.search(told[rank])), rank != root_cause, rank))
     return f"rank {ranks[0]}: {told[ranks[0]]}" if ranks else ""
@@ -123,7 +130,7 @@ def first_fault(errors: dict[int, str], failures: dict[int, int]) -> str:
 def dynamo_note(lines: list[str], number: int, kind: str) -> str:
     """The reason in the lines below the first one of a graph break or recompile."""
     reasons = []
-    for line in lines[number + 1:number + 40]:
+    for line in lines[number + 1 : number + 40]:
         found = DYNAMO_LINE.search(line)
         if not found or found[2] != kind or GRAPH_BREAK.match(found[3]) or RECOMPILE.match(found[3]):
             break
@@ -141,7 +148,7 @@ def deprecation(lines: list[str], number: int) -> Found | None:
         hidden = category in ("DeprecationWarning", "PendingDeprecationWarning") and "site-packages" in place
         if hidden or not (category == "FutureWarning" or "deprecat" in reason.lower()):
             return None
-        below = next((line for line in lines[number + 1:number + 4] if line.startswith(WARNED_FROM)), "")
+        below = next((line for line in lines[number + 1 : number + 4] if line.startswith(WARNED_FROM)), "")
         return Found(below.removeprefix(WARNED_FROM).strip() or place, reason)
     if (found := NATIVE_WARNING.match(lines[number])) and "deprecat" in found[1].lower():
         return Found("torch", found[1])
@@ -192,7 +199,7 @@ def read_log(text: str, leader: RankLog | None = None, warmup_steps: int | None 
                 place = f"{found[1]} ({found[2]})"
                 log.recompiles.append(Found(place, reason, compile_id, known.get(compile_id, after)))
         elif limit := RECOMPILE_LIMIT.search(line):
-            found = LIMITED_FUNCTION.search("".join(lines[number + 1:number + 2]))
+            found = LIMITED_FUNCTION.search("".join(lines[number + 1 : number + 2]))
             name, place = found.groups() if found else ("a function", "torch")
             reason = f"{name} falls back to eager, it hit torch._dynamo.config.{limit[2]}"
             log.graph_breaks.append(Found(place, reason, limit[1], after))
@@ -220,12 +227,13 @@ def merge_found(of_ranks: dict[int, list[Found]]) -> list[Found]:
 
 # ---- Collectives and matrix products, step by step
 
+
 @dataclass
 class Step:
-    collectives: list[tuple[str, int, str, int]] = field(default_factory=list)   # kind, elements, dtype, bytes
+    collectives: list[tuple[str, int, str, int]] = field(default_factory=list)  # kind, elements, dtype, bytes
     model_flops: int = 0
     optimizer_flops: int = 0
-    timed: bool = False      # the script has waited for the GPU before it, to start its clock
+    timed: bool = False  # the script has waited for the GPU before it, to start its clock
 
     @property
     def bytes(self) -> int:
@@ -234,8 +242,8 @@ class Step:
 
 @dataclass
 class Traffic:
-    steps: list[Step] = field(default_factory=list)      # the first one holds the start-up too
-    all: list[tuple] = field(default_factory=list)       # every collective, also those between the steps
+    steps: list[Step] = field(default_factory=list)  # the first one holds the start-up too
+    all: list[tuple] = field(default_factory=list)  # every collective, also those between the steps
 
 
 def read_traffic(text: str) -> Traffic:
@@ -244,7 +252,7 @@ def read_traffic(text: str) -> Traffic:
     It begins there too, or where the script last waited for the GPU: a validation stops the clock, and is left out.
     """
     traffic, steps = Traffic(), []
-    collectives, flops, seen, waited = [], 0, set(), False       # since the last mark
+    collectives, flops, seen, waited = [], 0, set(), False  # since the last mark
     for line in text.splitlines():
         words = line.split()
         if words[:1] == ["Wait"] and len(words) == 2:
@@ -302,28 +310,41 @@ def told(collective: tuple[str, int, str, int]) -> str:
 # ---- Kernels
 
 RESOURCES = re.compile(r"Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+LOCAL_ARRAY = re.compile(r"\.local\s.*__local_depot\d+\[(\d+)\]")
+SOURCE_FILE = re.compile(r'\.file\s+1 "(.*?)"')
 
 
 @dataclass(frozen=True)
 class Kernel:
     name: str
     registers: int
-    stack_bytes: int        # more than none: registers spill into memory
+    stack_bytes: int  # more than none: registers spill into memory; what the code itself keeps there is left out
     shared_bytes: int
     warps: int
     stages: int
     architecture: str
+    source: str = ""  # the same for all configurations of a kernel
+    cache_hash: str = ""  # differs between them
 
 
-def parse_kernel(resource_usage: str, metadata: dict) -> Kernel | None:
+def parse_kernel(resource_usage: str, metadata: dict, ptx: str = "", cache_hash: str = "") -> Kernel | None:
     found = RESOURCES.search(resource_usage)
     if not found:
         return None
     target = metadata.get("target") or {}
+    kept = sum(-(-int(size) // 8) * 8 for size in LOCAL_ARRAY.findall(ptx))  # sine and cosine do, for huge angles
+    source = SOURCE_FILE.search(ptx)
     return Kernel(
-        name=found[1], registers=int(found[2]), stack_bytes=int(found[3]),
-        shared_bytes=metadata.get("shared", int(found[4])), warps=metadata.get("num_warps", 0),
-        stages=metadata.get("num_stages") or 0, architecture=f"sm_{target.get('arch', '?')}")
+        name=found[1],
+        registers=int(found[2]),
+        stack_bytes=max(0, int(found[3]) - kept),
+        shared_bytes=metadata.get("shared", int(found[4])),
+        warps=metadata.get("num_warps", 0),
+        stages=metadata.get("num_stages") or 0,
+        architecture=f"sm_{target.get('arch', '?')}",
+        source=source[1] if source else "",
+        cache_hash=cache_hash,
+    )
 
 
 def read_kernels(cache: Path, cuobjdump: Path) -> list[Kernel]:
@@ -333,23 +354,49 @@ def read_kernels(cache: Path, cuobjdump: Path) -> list[Kernel]:
         usage = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True).stdout
         description = cubin.with_suffix(".json")
         metadata = json.loads(description.read_text()) if description.exists() else {}
-        if kernel := parse_kernel(usage, metadata):
+        ptx = cubin.with_suffix(".ptx")
+        text = ptx.read_text() if ptx.exists() else ""
+        if kernel := parse_kernel(usage, metadata, text, cubin.parent.name):
             kernels.add(kernel)
     return sorted(kernels, key=lambda kernel: (-kernel.stack_bytes, kernel.name, kernel.warps))
 
 
+def spills_of(kernels: list[Kernel], launched: set[str]) -> list[dict]:
+    """The kernels that spill, those first that a step runs, each with how many of its configurations would not.
+
+    Without a step to know from, all are taken for running.
+    """
+    spilling = []
+    for kernel in (kernel for kernel in kernels if kernel.stack_bytes):
+        others = [k for k in kernels if k.source == kernel.source and k is not kernel and kernel.source]
+        spilling.append(
+            {
+                **{name: value for name, value in asdict(kernel).items() if name not in ("source", "cache_hash")},
+                "runs": not launched or kernel.cache_hash in launched,
+                "spill_free_alternatives": sum(not other.stack_bytes for other in others),
+            }
+        )
+    return sorted(spilling, key=lambda kernel: not kernel["runs"])
+
+
 # ---- The script
 
+
 def settings_of(source: str) -> dict:
-    """The fields of the script's Hyperparameters and their defaults, read from its text without running it."""
+    """The fields of the script's settings class and their defaults, read from its text without running it."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and node.name == "Hyperparameters":
-            return {field.target.id: constant(field.value) for field in node.body if isinstance(field, ast.AnnAssign)}
+        if isinstance(node, ast.ClassDef):
+            fields = {f.target.id: constant(f.value) for f in node.body if isinstance(f, ast.AnnAssign)}
+            if node.name == "Hyperparameters" or {"num_iterations", "train_files"} <= set(fields):
+                return fields
     return {}
 
 
 def constant(expression: ast.expr | None):
-    """The value of 64 * 1024 and the like; None where it is not a constant."""
+    """The value of 64 * 1024 and the like, or of a call's first argument; None where it is not a constant."""
+    if isinstance(expression, ast.Call):
+        named = {word.arg: word.value for word in expression.keywords}
+        expression = expression.args[0] if expression.args else named.get("default")
     try:
         return eval(compile(ast.Expression(expression), "setting", "eval"), {"__builtins__": {}})
     except Exception:

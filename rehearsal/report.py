@@ -1,18 +1,20 @@
 """The report of a rehearsal: what was read, what is wrong with it, and how to say so."""
+
 import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from rehearsal import launch, readings
+from rehearsal import calibration, elsewhere, launch, predict, readings, steps
 
 GIB = 2**30
-LISTED = 8          # lines of a list before the rest is summed up
-LASTING = ("parameters", "gradients", "optimizer state")     # memory that a shorter sequence does not save
-BLOCK = 128         # FlexAttention's block: sequence lengths are multiples of it
+LISTED = 8  # lines of a list before the rest is summed up
+LASTING = ("parameters", "gradients", "optimizer state")  # memory that a shorter sequence does not save
+BLOCK = 128  # FlexAttention's block: sequence lengths are multiples of it
 
 
 # ---- Collecting
+
 
 def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path) -> dict:
     resolved = {**readings.settings_of(script.read_text()), **settings}
@@ -29,9 +31,13 @@ def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path
         "settings": settings,
         "device": next((m["device"] for m in memory.values()), None),
         "run": {
-            "exit_code": run.exit_code, "last_step": leader.last_step, "steps": leader.steps,
-            "validations": leader.validations, "checkpoints": run.checkpoints,
-            "errors": errors, "first_error": readings.first_fault(errors, failures),
+            "exit_code": run.exit_code,
+            "last_step": leader.last_step,
+            "steps": leader.steps,
+            "validations": leader.validations,
+            "checkpoints": run.checkpoints,
+            "errors": errors,
+            "first_error": readings.first_fault(errors, failures),
             "asked": {name: resolved.get(name) for name in ("num_iterations", "val_loss_every", "save_every")},
         },
         "compiled": {"kernels": len(kernels), "architectures": sorted({k.architecture for k in kernels})},
@@ -39,16 +45,23 @@ def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path
         "recompiles": merged(logs, "recompiles"),
         "deprecations": merged(logs, "deprecations"),
         "memory": {
-            "per_rank": {r: {k: m[k] for k in ("peak_allocated_bytes", "peak_reserved_bytes")}
-                         for r, m in memory.items()},
+            "per_rank": {
+                r: {k: m[k] for k in ("peak_allocated_bytes", "peak_reserved_bytes")} for r, m in memory.items()
+            },
             "holders": memory.get(0, {}).get("holders", []),
         },
-        "out_of_memory": next(({"rank": r, **m["out_of_memory"]} for r, m in memory.items() if m["out_of_memory"]),
-                              None),
+        "out_of_memory": next(
+            ({"rank": r, **m["out_of_memory"]} for r, m in memory.items() if m["out_of_memory"]), None
+        ),
         "collectives": summarise_traffic(
-            traffic, next((log.mismatch for log in logs.values() if log.mismatch), ""), all_ended=run.exit_code == 0),
+            traffic, next((log.mismatch for log in logs.values() if log.mismatch), ""), all_ended=run.exit_code == 0
+        ),
         "flops": summarise_flops(traffic, resolved),
-        "spilling_kernels": [asdict(kernel) for kernel in kernels if kernel.stack_bytes],
+        "step": (step := count_step(run, cache, script, resolved)),
+        "card": (card := card_of(kernels)),
+        "prediction": predict.predict(step, predict.CARDS[card]) if step and card else None,
+        "extrapolation": elsewhere.tables(step) if step and card == "H100" else None,
+        "spilling_kernels": readings.spills_of(kernels, launched_kernels(run)),
         "resolved": {name: resolved.get(name) for name in ("sequence_length", "batch_sequences")},
     }
 
@@ -60,7 +73,7 @@ def texts(run: launch.Run, suffix: str) -> dict[int, str]:
 
 def warmup_steps(resolved: dict, processes: int) -> int | None:
     """As the script counts them: never none among several processes. None if it has no such setting."""
-    steps = resolved.get("warmup_steps")
+    steps = resolved.get("kernel_warmup_steps", resolved.get("warmup_steps"))
     return None if steps is None else max(int(steps), int(processes > 1))
 
 
@@ -99,11 +112,16 @@ def summarise_flops(of_ranks: dict[int, readings.Traffic], resolved: dict) -> di
     """Matrix products only, as they were asked of cuBLAS; attention is a bound, its mask is data."""
     typical = [step for traffic in of_ranks.values() if (step := readings.typical_step(traffic.steps))]
     model, optimizer = sum(step.model_flops for step in typical), sum(step.optimizer_flops for step in typical)
-    flops = {"model_matmul_per_step": model, "optimizer_matmul_per_step": optimizer,
-             "model_matmul_per_token": None, "attention_per_token_at_most": None,
-             # nothing tells the two apart in a script that validates before each step and never waits for the GPU
-             "with_validation": (str(resolved.get("val_loss_every")) == "1" and bool(typical)
-                                 and not any(step.timed for step in typical))}
+    flops = {
+        "model_matmul_per_step": model,
+        "optimizer_matmul_per_step": optimizer,
+        "model_matmul_per_token": None,
+        "attention_per_token_at_most": None,
+        # nothing tells the two apart in a script that validates before each step and never waits for the GPU
+        "with_validation": (
+            str(resolved.get("val_loss_every")) == "1" and bool(typical) and not any(step.timed for step in typical)
+        ),
+    }
     tokens = int(resolved.get("sequence_length") or 0) * int(resolved.get("batch_sequences") or 0)
     if tokens:
         flops["model_matmul_per_token"] = model / tokens
@@ -111,6 +129,39 @@ def summarise_flops(of_ranks: dict[int, readings.Traffic], resolved: dict) -> di
     if window and width and layers:
         flops["attention_per_token_at_most"] = 12 * int(window) * int(width) * int(layers)
     return flops
+
+
+def count_step(run: launch.Run, cache: Path, script: Path, resolved: dict) -> dict | None:
+    """What rank 0 does in a step, and what of the script's settings a prediction needs; None if it never did one."""
+    path = run.folder / "rank0.steps"
+    if run.exit_code != 0 or not path.exists():
+        return None
+    try:
+        counts = steps.count(path.read_text(), cache, steps.vocabulary_of(resolved))
+    except (ValueError, KeyError, IndexError) as error:  # of a kernel as no script has had it yet; all else stands
+        launch.say(f"no time is predicted: a step's counts are not understood ({type(error).__name__}: {error})")
+        return None
+    if counts is None:
+        return None
+    length, sequences = int(resolved.get("sequence_length") or 0), int(resolved.get("batch_sequences") or 0)
+    whole_run = readings.settings_of(script.read_text()).get("num_iterations")  # a rehearsal's own is shorter
+    window = [int(resolved.get(name) or length) for name in ("window_start", "window_end")]
+    return counts | {
+        "ranks": run.processes,
+        "tokens": length * sequences,
+        "steps": int(whole_run or 1),
+        "window_tokens": window,
+    }
+
+
+def launched_kernels(run: launch.Run) -> set[str]:
+    return {kernel["cache_hash"] for text in texts(run, "steps").values() for kernel in steps.kernels_in(text).values()}
+
+
+def card_of(kernels: list[readings.Kernel]) -> str | None:
+    """The card of predict.CARDS for which the kernels were compiled."""
+    names = {"sm_90": "H100", "sm_80": "A100", "sm_89": "4090", "sm_100": "B200"}
+    return next((names[kernel.architecture] for kernel in kernels if kernel.architecture in names), None)
 
 
 def explain_out_of_memory(found: dict, unlimited: dict) -> None:
@@ -143,6 +194,7 @@ def shorter_sequences(found: dict, times: int) -> list[dict[str, int]]:
 
 # ---- Judging
 
+
 def findings(found: dict) -> list[dict]:
     """What a person has to act on, each with its kind and one line."""
     judged = []
@@ -171,7 +223,7 @@ def findings(found: dict) -> list[dict]:
     for entry in found["deprecations"]:
         add("deprecation", f"{entry['place']}: {entry['reason']}")
     for kernel in found["spilling_kernels"]:
-        if "flex_attention" in kernel["name"] and "backward" not in kernel["name"]:
+        if kernel["runs"] and "flex_attention" in kernel["name"] and "backward" not in kernel["name"]:
             add("attention_spills", f"{kernel['name']} spills {kernel['stack_bytes']} bytes")
     if not found["compiled"]["kernels"] and run["exit_code"] == 0:
         add("not_compiled", "no kernel was compiled")
@@ -184,7 +236,7 @@ def missing(run: dict) -> list[str]:
     steps = int(asked["num_iterations"] or run["steps"])
     if run["last_step"] != steps:
         lines.append(f"the last step in the log is {run['last_step']} of {steps}")
-    if asked["val_loss_every"] is not None and not run["validations"]:      # 0: one at the end
+    if asked["val_loss_every"] is not None and not run["validations"]:  # 0: one at the end
         lines.append(f"no validation in the log, with --val_loss_every {asked['val_loss_every']}")
     if int(asked["save_every"] or 0) and not run["checkpoints"]:
         lines.append(f"no checkpoint was saved, with --save_every {asked['save_every']}")
@@ -192,18 +244,23 @@ def missing(run: dict) -> list[str]:
 
 
 def out_of_memory_line(oom: dict) -> str:
-    line = (f"rank {oom['rank']} asked for {gib(oom['asked_bytes'])} with {gib(oom['allocated_bytes'])} allocated "
-            f"on a card of {gib(oom['total_bytes'])}")
+    line = (
+        f"rank {oom['rank']} asked for {gib(oom['asked_bytes'])} with {gib(oom['allocated_bytes'])} allocated "
+        f"on a card of {gib(oom['total_bytes'])}"
+    )
     if oom.get("needed_bytes"):
         line += f"; the run needs {gib(oom['needed_bytes'])}"
     if fits := oom.get("fits"):
-        line += (f"; --sequence_length {fits['sequence_length']} --batch_sequences {fits['batch_sequences']} "
-                 f"fits{', with a smaller batch and' if fits['smaller_batch'] else ', with'} a peak of "
-                 f"{gib(fits['peak_allocated_bytes'])}")
+        line += (
+            f"; --sequence_length {fits['sequence_length']} --batch_sequences {fits['batch_sequences']} "
+            f"fits{', with a smaller batch and' if fits['smaller_batch'] else ', with'} a peak of "
+            f"{gib(fits['peak_allocated_bytes'])}"
+        )
     return line
 
 
 # ---- Saying
+
 
 def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.2f} MiB"
@@ -211,10 +268,15 @@ def gib(size: float) -> str:
 
 def as_text(found: dict) -> str:
     run, compiled = found["run"], found["compiled"]
-    lines = [f"Rehearsal of {found['script']}: {found['processes']} x {found['device'] or 'no device'}",
-             "Nothing was computed: losses and times mean nothing.", ""]
-    lines += [f"run           exit code {run['exit_code']}, step {run['last_step']}/{run['steps']}, "
-              f"{run['validations']} validations, {run['checkpoints']} checkpoints"]
+    lines = [
+        f"Rehearsal of {found['script']}: {found['processes']} x {found['device'] or 'no device'}",
+        "Nothing was computed: losses and times in its logs mean nothing.",
+        "",
+    ]
+    lines += [
+        f"run           exit code {run['exit_code']}, step {run['last_step']}/{run['steps']}, "
+        f"{run['validations']} validations, {run['checkpoints']} checkpoints"
+    ]
     lines += [f"compiled      {compiled['kernels']} kernels for {', '.join(compiled['architectures']) or 'nothing'}"]
     lines += [f"graph breaks  {len(found['graph_breaks']) or 'none'}"]
     late = sum(entry["after_warmup"] for entry in found["recompiles"])
@@ -222,7 +284,8 @@ def as_text(found: dict) -> str:
     lines += [f"deprecations  {len(found['deprecations']) or 'none'}"]
     lines += memory_lines(found["memory"]) + collective_lines(found["collectives"], found["processes"])
     lines += flops_lines(found["flops"]) + kernel_lines(found["spilling_kernels"])
-    lines += ["", *verdict_lines(found["findings"]), f"logs and report.json in {found['folder']}"]
+    lines += ["", *prediction_lines(found["prediction"]), *extrapolation_lines(found["extrapolation"])]
+    lines += ["", *verdict_lines(found["findings"]), f"logs, report.json and timeline.html in {found['folder']}"]
     return "\n".join(lines)
 
 
@@ -230,14 +293,17 @@ def memory_lines(memory: dict) -> list[str]:
     peaks = memory["per_rank"]
     if not peaks:
         return ["peak memory   unknown: no rank lived to say"]
-    allocated, reserved = (over_ranks({rank: peak[f"peak_{kind}_bytes"] for rank, peak in peaks.items()})
-                           for kind in ("allocated", "reserved"))
+    allocated, reserved = (
+        over_ranks({rank: peak[f"peak_{kind}_bytes"] for rank, peak in peaks.items()})
+        for kind in ("allocated", "reserved")
+    )
     lines = [f"peak memory   allocated {allocated}; reserved {reserved}; held on rank 0 by"]
     return lines + holder_lines(memory["holders"])
 
 
 def over_ranks(sizes: dict[int, int]) -> str:
     """'30.45 GiB on ranks 0-7', or the lowest and the highest with their ranks."""
+
     def told(size: int) -> str:
         return f"{gib(size)} on {named([rank for rank in sizes if gib(sizes[rank]) == gib(size)])}"
 
@@ -254,7 +320,8 @@ def named(ranks: list[int]) -> str:
         else:
             spans.append([rank, rank])
     return ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(
-        str(first) if first == last else f"{first}-{last}" for first, last in spans)
+        str(first) if first == last else f"{first}-{last}" for first, last in spans
+    )
 
 
 def holder_lines(holders: list[dict]) -> list[str]:
@@ -278,27 +345,74 @@ def collective_lines(collectives: dict, processes: int) -> list[str]:
         return ["collectives   none"]
     if not order and processes > 1:
         order = f", same order on all {processes} ranks"
-    lines = [f"collectives   {collectives['per_step']} a step, {gib(collectives['bytes_per_step'])} a rank{order}"]
+    lines = [f"collectives   {collectives['per_step']} per step, {gib(collectives['bytes_per_step'])} per rank{order}"]
     return lines + [f"    {kind['count']:>11}  {kind['kind']}, {gib(kind['bytes'])}" for kind in collectives["kinds"]]
 
 
 def flops_lines(flops: dict) -> list[str]:
     per_token = flops["model_matmul_per_token"]
     attention = flops["attention_per_token_at_most"]
-    lines = [f"FLOPs         {flops['model_matmul_per_step']:.3e} a step in the model's matrix products"
-             + (f", {per_token:.3e} a token" if per_token else "")]
+    lines = [
+        f"FLOPs         {flops['model_matmul_per_step']:.3e} per step in the model's matrix products"
+        + (f", {per_token:.3e} per token" if per_token else "")
+    ]
     if attention:
-        lines.append(f"              attention adds at most {attention:.3e} a token at the widest window")
+        lines.append(f"              attention adds at most {attention:.3e} per token at the widest window")
     if flops["with_validation"]:
         lines.append("              with a validation in each step, in the collectives too: --val_loss_every is 1")
-    return [*lines, f"              {flops['optimizer_matmul_per_step']:.3e} a step in the optimizers, over all ranks"]
+    return [
+        *lines,
+        f"              {flops['optimizer_matmul_per_step']:.3e} per step in the optimizers, over all ranks",
+    ]
 
 
 def kernel_lines(kernels: list[dict]) -> list[str]:
-    lines = [f"spills        {len(kernels) or 'no'} kernels"]
-    lines += [f"    {kernel['stack_bytes']:>5} bytes  {kernel['name'][:80]} "
-              f"({kernel['registers']} registers, {kernel['warps']} warps)" for kernel in kernels[:LISTED]]
-    return lines + ([f"                 and {len(kernels) - LISTED} more"] if len(kernels) > LISTED else [])
+    running = [kernel for kernel in kernels if kernel["runs"]]
+    lines = [f"spills        {len(running) or 'no'} kernels that run"]
+    for kernel in running[:LISTED]:
+        others = kernel["spill_free_alternatives"]
+        lines.append(
+            f"    {kernel['stack_bytes']:>5} bytes  {kernel['name'][:60]} ({kernel['registers']} registers, "
+            f"{kernel['warps']} warps), {others or 'no'} configuration{'s' * (others != 1)} without"
+        )
+    if len(running) > LISTED:
+        lines.append(f"                 and {len(running) - LISTED} more")
+    if rejected := [kernel for kernel in kernels if not kernel["runs"]]:
+        most = max(kernel["stack_bytes"] for kernel in rejected)
+        lines.append(f"              {len(rejected)} configurations that spill up to {most} bytes were tried and left")
+    return lines
+
+
+def prediction_lines(prediction: dict | None) -> list[str]:
+    if not prediction:
+        return ["predicted     no time: no whole step was seen, or there are no rates for this card"]
+    columns = [prediction[name] for name in ("first", "middle", "last", "run")]
+    lines = [
+        f"predicted     milliseconds per step on {prediction['cards']} x {prediction['card']}",
+        f"    {'':<26}{'first':>9}{'middle':>9}{'last':>9}{'run':>9}",
+        f"    {'window, in blocks of 128':<26}" + "".join(f"{column['window']:>9}" for column in columns),
+    ]
+    for part in predict.PARTS:
+        name = "collectives, not hidden" if part == "collectives" else part
+        lines.append(f"    {name:<26}" + "".join(f"{column['parts_ms'][part]:9.1f}" for column in columns))
+    lines.append(f"    {'step':<26}" + "".join(f"{column['ms']:9.1f}" for column in columns))
+    lines.append(
+        f"    predicted: {prediction['minutes']:.2f} minutes for {prediction['steps']} steps, "
+        f"{prediction['tokens_per_second'] / 1e6:.2f} million tokens per second, "
+        f"{prediction['flop_utilisation']:.1%} of the peak FLOPs"
+    )
+    return [*lines, f"    {calibration.in_one_line()}"]
+
+
+def extrapolation_lines(tables: dict | None) -> list[str]:
+    if not tables:
+        return []
+    cards = ", ".join(f"{name} {ms:.0f}" for name, ms in tables["cards_ms"].items())
+    numbers = ", ".join(f"{number}: {ms:.0f}" for number, ms in tables["numbers_ms"].items())
+    return [
+        f"    extrapolated to other cards, ms per step: {cards}",
+        f"    extrapolated to other numbers of H100s, the batch kept: {numbers}",
+    ]
 
 
 def verdict_lines(judged: list[dict]) -> list[str]:

@@ -1,11 +1,12 @@
 """Made-up token shards in FineWeb's format, so that a rehearsal needs no download."""
+
 from pathlib import Path
 
 import numpy as np
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 DOCUMENT_TOKEN = 50256
-TOKENS_PER_DOCUMENT = 1000   # on average, not far from FineWeb's
+TOKENS_PER_DOCUMENT = 1000  # on average, not far from FineWeb's
 
 
 def write_shard(path: Path, token_count: int, seed: int = 0) -> Path:

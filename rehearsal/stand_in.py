@@ -1,7 +1,8 @@
 """A small training script for the rehearsal's own tests: the outside of train_gpt.py, and faults on request.
 
-    torchrun --standalone --nproc_per_node=2 stand_in.py --train_files 'x/*_train_*.bin' --fault graph_break
+torchrun --standalone --nproc_per_node=2 stand_in.py --train_files 'x/*_train_*.bin' --fault graph_break
 """
+
 import argparse
 import dataclasses
 import glob
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
-FAULTS = ("none", "graph_break", "recompile", "wrong_size", "deprecated", "crash")
+FAULTS = ("none", "graph_break", "recompile", "wrong_size", "wrong_card", "deprecated", "crash")
 
 
 @dataclasses.dataclass
@@ -29,7 +30,7 @@ class Hyperparameters:
     model_dim: int = 128
     sequence_length: int = 2048
     batch_sequences: int = 8
-    in_a_row: int = 0   # 1: a rank takes all its sequences in one forward
+    in_a_row: int = 0  # 1: a rank takes all its sequences in one forward
     num_iterations: int = 3
     val_tokens: int = 16384
     val_loss_every: int = 2
@@ -63,7 +64,8 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(settings.vocab_size, settings.model_dim)
         breaks_graph = settings.fault == "graph_break"
         self.blocks = nn.ModuleList(
-            Block(settings.model_dim, settings.num_heads, breaks_graph and i == 0) for i in range(settings.num_layers))
+            Block(settings.model_dim, settings.num_heads, breaks_graph and i == 0) for i in range(settings.num_layers)
+        )
         self.head = nn.Linear(settings.model_dim, settings.vocab_size, bias=False)
         self.temperature = 1.0
 
@@ -102,7 +104,7 @@ def read_settings() -> Hyperparameters:
 def batches(pattern: str, length: int):
     tokens = np.memmap(sorted(glob.glob(pattern))[0], dtype=np.uint16, mode="r", offset=1024)
     for start in range(0, len(tokens) - length - 1, length):
-        piece = torch.from_numpy(tokens[start:start + length + 1].astype(np.int64)).cuda(non_blocking=True)
+        piece = torch.from_numpy(tokens[start : start + length + 1].astype(np.int64)).cuda(non_blocking=True)
         yield piece[None, :-1].int(), piece[None, 1:]
 
 
@@ -110,15 +112,18 @@ def causal_blocks(length: int, visible) -> BlockMask:
     """All blocks up to the diagonal; built from block numbers, because a mask of all pairs would not fit in memory."""
     blocks = torch.arange(length // 128, dtype=torch.int32, device="cuda")
     return BlockMask.from_kv_blocks(
-        (blocks + 1)[None, None], blocks.expand(1, 1, len(blocks), -1).contiguous(), mask_mod=visible)
+        (blocks + 1)[None, None], blocks.expand(1, 1, len(blocks), -1).contiguous(), mask_mod=visible
+    )
 
 
 def seed_fault(settings: Hyperparameters, step: int, model: GPT):
     rank = dist.get_rank()
     if settings.fault == "recompile" and step == 2:
-        model.temperature = 0.5     # a Python number that the compiled graph has built in
+        model.temperature = 0.5  # a Python number that the compiled graph has built in
     if settings.fault == "wrong_size" and step == 2:
         dist.all_reduce(torch.zeros(16 if rank == 1 else 8, device="cuda"))
+    if settings.fault == "wrong_card" and step == 1:
+        model.head.weight.grad = torch.zeros_like(model.head.weight, device="cuda:0")  # right on rank 0 only
     if settings.fault == "deprecated" and step == 1:
         torch.cuda.amp.autocast()
     if settings.fault == "crash" and step == 2:
@@ -127,7 +132,7 @@ def seed_fault(settings: Hyperparameters, step: int, model: GPT):
 
 def main():
     settings = read_settings()
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")     # as train_gpt.py does
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as train_gpt.py does
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -168,7 +173,7 @@ def main():
         dist.all_reduce(loss)
         return loss.item()
 
-    train_step()    # the warm-up
+    train_step()  # the warm-up
     validate()
     for step in range(settings.num_iterations + 1):
         if step % settings.val_loss_every == 0 or step == settings.num_iterations:

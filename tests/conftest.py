@@ -1,21 +1,49 @@
+import gc
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from helpers import TINY, flags, made_up_tokens, write_shard
+from helpers import make_data, tiny_flags
+
+import train_gpt
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, which what they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
-def shards(tmp_path) -> list[str]:
-    """Small training and validation shards in a folder of their own; returns the flags of a tiny run on them."""
-    for i in (1, 2):
-        write_shard(tmp_path / f"data/tiny_train_{i:06d}.bin", made_up_tokens(20_000, seed=i))
-    write_shard(tmp_path / "data/tiny_val_000000.bin", made_up_tokens(3_000, seed=9))
-    return flags(train_files="data/tiny_train_*.bin", val_files="data/tiny_val_*.bin", **TINY)
+def folder(tmp_path) -> Path:
+    """A folder with the tiny shards."""
+    return make_data(tmp_path)
+
+
+@pytest.fixture
+def shards(folder) -> list[str]:
+    """The flags of a tiny run on the shards in the test's folder."""
+    return tiny_flags()
+
+
+@pytest.fixture
+def train_here(monkeypatch, capsys):
+    """The script's main() in this process, which has torch already; returns its exit code and output."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run(folder: Path, *arguments: str, **changes) -> tuple[int, str, str]:
+        monkeypatch.chdir(folder)
+        code = train_gpt.main([*tiny_flags(**changes), *arguments] if changes or not arguments else list(arguments))
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        gc.collect()  # closes the log, and with it gives up the lock
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    yield run
+    torch.set_num_threads(threads)

@@ -5,7 +5,7 @@
 
 First the run is done once without a kill. Then it is started again under `torchrun --max-restarts=3` with
 `--resume latest`, a random rank gets a SIGKILL after a random time, again and again, and when torchrun has used up its
-restarts it is started anew. In the end every step's loss and every bit of the last checkpoint must be the same.
+restarts it is started again. In the end every step's loss and every bit of the last checkpoint must be the same.
 """
 
 import argparse
@@ -18,18 +18,15 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
-from helpers import flags, run_script  # noqa: E402
-from test_survival import RUN, checkpoint, differing_bits, make_shards, ranks_of, torchrun  # noqa: E402
+from helpers import Started, checkpoint, differences, make_data, run_script, tiny_flags
 
 
-def wait(run, seconds: float) -> bool:
-    """Does the run go on for so long?"""
+def goes_on(run: Started, seconds: float) -> bool:
+    """Does the run last for so long?"""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and run.poll() is None:
+    while time.monotonic() < deadline and run.process.poll() is None:
         time.sleep(0.01)
-    return run.poll() is None
+    return run.process.poll() is None
 
 
 def losses(folder: Path) -> dict[str, set[str]]:
@@ -50,10 +47,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    run_flags = flags(**RUN | dict(num_iterations=options.steps, save_every=1))
+    arguments = tiny_flags(num_iterations=options.steps, save_every=1)
     with tempfile.TemporaryDirectory() as of_reference, tempfile.TemporaryDirectory() as of_run:
-        reference, folder = make_shards(Path(of_reference)), make_shards(Path(of_run))
-        result = run_script(run_flags, reference, options.processes)
+        reference, folder = make_data(Path(of_reference)), make_data(Path(of_run))
+        result = run_script(arguments, reference, options.processes)
         assert result.returncode == 0, result.stderr
         print(f"uninterrupted: {options.steps} steps, {result.stdout.splitlines()[-1]}")
 
@@ -61,9 +58,9 @@ def main() -> int:
         finished = False
         while not finished:
             starts += 1
-            with torchrun(folder, options.processes, *run_flags, "--resume=latest", restarts=3) as run:
-                while wait(run, chance.uniform(0, options.longest)):
-                    victims = ranks_of(run)
+            with Started(folder, [*arguments, "--resume=latest"], options.processes, restarts=3) as run:
+                while goes_on(run, chance.uniform(0, options.longest)):
+                    victims = run.ranks()
                     if kills == options.kills or not victims:
                         continue
                     rank = chance.choice(sorted(victims))
@@ -71,14 +68,16 @@ def main() -> int:
                     kills += 1
                     saved = sorted(path.name for path in folder.glob("checkpoints/*/*"))
                     print(f"kill {kills}: rank {rank}; checkpoint folder: {', '.join(saved) or 'nothing'}", flush=True)
-                finished = run.wait() == 0
+                finished = run.exit_code(600) == 0
         assert kills == options.kills, f"the run was over after {kills} kills: give it more --steps"
 
-        changed = differing_bits(checkpoint(folder, options.steps), checkpoint(reference, options.steps))
+        changed = differences(checkpoint(folder, options.steps), checkpoint(reference, options.steps))
         same = losses(folder) == losses(reference) and len(losses(folder)) == options.steps
-        print(f"{kills} kills, torchrun started {starts} times; {len(losses(folder))} steps, their losses "
-              f"{'are those' if same else 'DIFFER from those'} of the uninterrupted run; "
-              f"{len(changed)} differences in the last checkpoint's bits")
+        print(
+            f"{kills} kills, torchrun started {starts} times; {len(losses(folder))} steps, their losses "
+            f"{'are those' if same else 'DIFFER from those'} of the uninterrupted run; "
+            f"{len(changed)} differences in the last checkpoint's bits"
+        )
         return 0 if same and not changed else 1
 
 

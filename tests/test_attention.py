@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import BLOCK, attend, flex_mask, gathered_mask
+from train_gpt import BLOCK, Packing, attend, document_block_mask, gather_window, gathered_bias
 
 
 @st.composite
@@ -37,87 +37,109 @@ def dense_attention(q, k, v, mask):
     """Softmax attention of one head after the other, in the precision of the arguments."""
     outputs = []
     for head in range(q.size(1)):
-        kv_head = head * k.size(1) // q.size(1)
-        scores = q[:, head] @ k[:, kv_head].T / math.sqrt(q.size(-1))
-        outputs.append(scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v[:, kv_head])
+        scores = q[:, head] @ k[:, head].T / math.sqrt(q.size(-1))
+        outputs.append(scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v[:, head])
     return torch.stack(outputs, 1)
 
 
+def gathered(documents: torch.Tensor, window_blocks: int, heads: int, dtype=torch.float64) -> Packing:
+    return Packing(documents, gathered_bias(documents, window_blocks, heads, dtype))
+
+
+def kinds_of_blocks(mask) -> str:
+    """A block mask as a picture: # full, / partial, . not computed."""
+    rows = []
+    for row in range(mask.kv_num_blocks.size(-1)):
+        full = mask.full_kv_indices[0, 0, row, : mask.full_kv_num_blocks[0, 0, row]].tolist()
+        partial = mask.kv_indices[0, 0, row, : mask.kv_num_blocks[0, 0, row]].tolist()
+        assert full == sorted(full) and partial == sorted(partial) and not set(full) & set(partial)
+        columns = range(mask.kv_num_blocks.size(-1))
+        rows.append("".join("#" if i in full else "/" if i in partial else "." for i in columns))
+    return "\n".join(rows)
+
+
 @given(documents_and_windows())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_block_mask_is_the_dense_mask(case):
     documents, window = case
-    mask = flex_mask(documents, torch.tensor(window, dtype=torch.int32))
+    mask = document_block_mask(documents, torch.tensor(window, dtype=torch.int32))
     expected = dense_mask(documents.tolist(), window)
-    seen = torch.zeros_like(expected)
-    blocks = len(documents) // BLOCK
-    for query_block in range(blocks):
-        full = mask.full_kv_indices[0, 0, query_block, :mask.full_kv_num_blocks[0, 0, query_block]].tolist()
-        partial = mask.kv_indices[0, 0, query_block, :mask.kv_num_blocks[0, 0, query_block]].tolist()
-        assert full == sorted(full) and partial == sorted(partial) and not set(full) & set(partial)
-        for key_block in full + partial:
-            rows = slice(query_block * BLOCK, (query_block + 1) * BLOCK)
-            columns = slice(key_block * BLOCK, (key_block + 1) * BLOCK)
-            query = torch.arange(rows.start, rows.stop)[:, None]
-            key = torch.arange(columns.start, columns.stop)
-            seen[rows, columns] = True if key_block in full else mask.mask_mod(0, 0, query, key)
-            assert expected[rows, columns].all() or key_block not in full
-            assert not expected[rows, columns].all() or key_block in full, "a wholly visible block is listed as full"
-    assert torch.equal(seen, expected)
+    for row, kinds in enumerate(kinds_of_blocks(mask).split("\n")):
+        for column, kind in enumerate(kinds):
+            query, key = (torch.arange(block * BLOCK, (block + 1) * BLOCK) for block in (row, column))
+            visible = expected[query[:, None], key]
+            if kind == "/":
+                assert torch.equal(mask.mask_mod(0, 0, query[:, None], key), visible)
+            assert (kind == "#") == visible.all().item(), "full is what is wholly visible, and nothing else"
+            assert kind != "." or not visible.any(), "what is not computed is not visible"
 
 
-@given(documents_and_windows())
-@settings(max_examples=40, deadline=None)
-def test_the_gathered_mask_is_the_dense_mask(case):
+def test_the_block_mask_is_the_picture_in_the_script():
+    documents = (torch.arange(7 * BLOCK) >= 3 * BLOCK + 50).long()  # two documents that meet inside block 3
+    picture = kinds_of_blocks(document_block_mask(documents, torch.tensor(3, dtype=torch.int32)))
+    assert picture.split() == ["/......", "#/.....", "##/....", ".///...", "...//..", ".../#/.", "....##/"]
+
+
+@given(documents_and_windows(), st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_the_gathered_bias_is_the_dense_mask_for_every_head(case, heads):
     documents, window = case
-    mask = gathered_mask(documents, torch.tensor(window))
-    expected = dense_mask(documents.tolist(), window)
-    width = mask.size(-1)
+    bias = gathered_bias(documents, window, heads, torch.bfloat16)
+    assert bias.dtype == torch.bfloat16 and set(bias.unique().tolist()) <= {0.0, -math.inf}
+    seen, expected = bias.unflatten(0, (-1, heads)) == 0, dense_mask(documents.tolist(), window)
+    width = bias.size(-1)
+    assert width == BLOCK * min(window, len(documents) // BLOCK), "no wider than the sequence"
     for block in range(len(documents) // BLOCK):
         first_key = (block + 1) * BLOCK - width  # before the sequence for the first blocks
-        rows = expected[block * BLOCK:(block + 1) * BLOCK]
-        assert torch.equal(mask[block][:, max(0, -first_key):], rows[:, max(0, first_key):(block + 1) * BLOCK])
-        assert not mask[block][:, :max(0, -first_key)].any()
-        assert not rows[:, :max(0, first_key)].any() and not rows[:, (block + 1) * BLOCK:].any()
+        rows = expected[block * BLOCK : (block + 1) * BLOCK]
+        for head in range(heads):
+            inside = seen[block, head][:, max(0, -first_key) :]
+            assert torch.equal(inside, rows[:, max(0, first_key) : (block + 1) * BLOCK])
+            assert seen[block, head].sum() == rows.sum(), "the padding before the start is never seen"
 
 
-def random_heads(length, heads, kv_heads, dim, dtype):
+def test_a_window_gathers_the_blocks_before_and_zeros_before_the_start():
+    x = torch.arange(1, 4).view(3, 1, 1, 1).expand(3, 2, 5, 4)  # every entry is the number of its block, from 1
+    window = gather_window(x, 3)
+    assert window.shape == (3, 2, 15, 4)
+    assert [block[0, ::5, 0].tolist() for block in window] == [[0, 0, 1], [0, 1, 2], [1, 2, 3]]
+
+
+def random_heads(length, heads, dim, dtype):
     torch.manual_seed(0)
-    return (torch.randn(length, n, dim, dtype=dtype, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+    return [torch.randn(length, heads, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
-@given(documents_and_windows(), st.sampled_from([(2, 2), (4, 2), (3, 1)]))
+@given(documents_and_windows(), st.integers(1, 3))
 @settings(max_examples=25, deadline=None)
-def test_cpu_attention_and_its_gradients_are_dense_attention(case, heads):
+def test_attention_over_gathered_blocks_and_its_gradients_are_dense_attention(case, heads):
     documents, window = case
-    q, k, v = random_heads(len(documents), *heads, 8, torch.float64)
-    weights = torch.randn(q.shape, dtype=torch.float64)
-    actual = attend(q, k, v, gathered_mask(documents, torch.tensor(window)))
-    actual_gradients = torch.autograd.grad((actual * weights).sum(), (q, k, v))
-    expected = dense_attention(q, k, v, dense_mask(documents.tolist(), window))
-    expected_gradients = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    qkv = random_heads(len(documents), heads, 8, torch.float64)
+    weights = torch.randn(qkv[0].shape, dtype=torch.float64)
+    actual = attend(*qkv, gathered(documents, window, heads))
+    expected = dense_attention(*qkv, dense_mask(documents.tolist(), window))
     torch.testing.assert_close(actual, expected)
-    for actual_gradient, expected_gradient in zip(actual_gradients, expected_gradients, strict=True):
+    of_actual, of_expected = (torch.autograd.grad((y * weights).sum(), qkv) for y in (actual, expected))
+    for actual_gradient, expected_gradient in zip(of_actual, of_expected, strict=True):
         torch.testing.assert_close(actual_gradient, expected_gradient)
 
 
 @pytest.fixture(scope="module")
 def compiled_flex():
-    """FlexAttention is meant to be compiled; on a CPU it has a forward only."""
+    """FlexAttention is meant to be compiled; on a CPU it has a forward pass only."""
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "flex_attention", torch.compile(train_gpt.flex_attention, dynamic=False))
         yield
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.parametrize("window", [1, 2, 4])
-def test_flex_attention_under_the_block_mask_is_dense_attention(compiled_flex, heads, window):
-    for seed in range(4):
-        torch.manual_seed(seed)
+def test_flex_attention_under_the_block_mask_is_dense_attention(compiled_flex):
+    for window in (1, 2, 4):
+        torch.manual_seed(window)
         documents = (torch.rand(4 * BLOCK) < 1 / 100).cumsum(0)
-        q, k, v = (x.detach() for x in random_heads(len(documents), *heads, 16, torch.float32))
+        q, k, v = (x.detach() for x in random_heads(len(documents), 2, 16, torch.float32))
+        mask = document_block_mask(documents, torch.tensor(window, dtype=torch.int32))
         with torch.no_grad():
-            actual = attend(q, k, v, flex_mask(documents, torch.tensor(window, dtype=torch.int32)))
+            actual = attend(q, k, v, Packing(documents, mask))
         expected = dense_attention(q, k, v, dense_mask(documents.tolist(), window))
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -8,117 +8,233 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from helpers import SCRIPT, TINY, flags, made_up_tokens, run_script, write_shard
+from helpers import ONE_THREAD, SCRIPT, TINY, last_line, made_up_tokens, only_log, run_script, tiny_flags, write_shard
 
 import train_gpt
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return tmp_path
+def complaint(folder, train_here):
+    """The one line that the script prints about these settings."""
+
+    def line(*arguments, **changes) -> str:
+        before = sorted(folder.rglob("*"))
+        code, out, err = train_here(folder, *arguments, **changes)
+        assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith("train_gpt: "), (code, out, err)
+        assert sorted(folder.rglob("*")) == before, "nothing is written"
+        return err.removeprefix("train_gpt: ").rstrip("\n")
+
+    return line
 
 
-def complaint(arguments, capsys) -> str:
-    """The one line that the script prints about these arguments."""
-    assert train_gpt.main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("train_gpt: "), (out, err)
-    assert not os.path.exists("logs") and not os.path.exists("checkpoints")
-    return err
+# ----------------------------------------------------------------------------------------------------
+# Settings
+# ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(sequence_length=200), "--sequence_length 200: must be a multiple of the attention block, 128"),
-    (dict(piece_length=100), "--piece_length 100: must divide sequence_length (256)"),
-    (dict(val_tokens=1000), "--val_tokens 1000: must be a multiple of sequence_length (256)"),
-    (dict(val_tokens=5120), "holds 3000, and one more is needed"),
-    (dict(vocab_size=100, document_token=1), "is outside the vocabulary of 100"),
-    (dict(document_token=257), "--document_token 257: must be from 0 to 256"),
-    (dict(num_heads=3), "--model_dim 32: must be a multiple of 4 x num_heads"),
-    (dict(num_heads=4, num_kv_heads=3), "--num_kv_heads 3: must divide num_heads (4)"),
-    (dict(num_iterations=0), "--num_iterations 0: must be from 1"),
-    (dict(cooldown_frac=1.5), "--cooldown_frac 1.5: must be from 0 to 1"),
-    (dict(muon_lr=-1), "--muon_lr -1.0: must be from 0"),
-    (dict(window_start=64), "--window_start 64: must be from 128"),
-    (dict(dtype="float16"), "--dtype float16: must be auto, bfloat16 or float32"),
-    (dict(num_layers="many"), "argument --num_layers: invalid int value: 'many'"),
-    (dict(muon_lr="nan"), "argument --muon_lr: invalid finite_number value: 'nan'"),
-    (dict(compile="maybe"), "argument --compile: invalid true_or_false value: 'maybe'"),
-    (dict(no_such_setting=1), "unrecognized arguments: --no_such_setting=1"),
-    (dict(train_files="nowhere/*.bin"), "no shards match nowhere/*.bin: python data/cached_fineweb10B.py 10"),
-    (dict(val_files="nowhere/*.bin"), "no shards match nowhere/*.bin"),
-    (dict(batch_sequences=1000), "holds a batch of 256000 tokens"),
-    (dict(resume="nothing.pt"), "--resume nothing.pt: "),
-])
-def test_a_bad_setting_is_named_with_what_is_right(shards, here, capsys, change, message):
-    assert message in complaint([*shards, *flags(**change)], capsys)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            dict(sequence_length=200),
+            "--sequence_length 200: must be such that sequence_length in range(128, 2**24, 128)",
+        ),
+        (dict(val_tokens=1000), "--val_tokens 1000: must be such that val_tokens % sequence_length == 0"),
+        (dict(val_tokens=0), "--val_tokens 0: must be such that"),
+        (dict(val_tokens=-256), "--val_tokens -256: must be such that"),
+        (dict(val_tokens=5120), "--val_tokens 5120: data/tiny_val_000000.bin has 2999"),
+        (dict(document_token=257), "--document_token 257: must be such that 0 <= document_token < vocab_size"),
+        (dict(num_heads=3), "--model_dim 32: must be such that model_dim % (4 * num_heads) == 0"),
+        (dict(num_layers=3), "--num_layers 3: must be such that num_layers in range(2, 1000, 2)"),
+        (dict(num_iterations=0), "--num_iterations 0: must be such that 1 <= num_iterations"),
+        (dict(cooldown_frac=1.5), "--cooldown_frac 1.5: must be such that 0 <= cooldown_frac <= 1"),
+        (dict(muon_lr=-1), "--muon_lr -1.0: must be such that 0 <= muon_lr"),
+        (dict(muon_lr="nan"), "--muon_lr nan: must be such that 0 <= muon_lr"),
+        (dict(window_start=64), "--window_start 64: must be such that 128 <= window_start <= window_end"),
+        (dict(window_end=10**12), "--window_end 1000000000000: must be such that 128 <= window_end <= 16777216"),
+        (dict(dtype="float16"), "--dtype float16: must be such that dtype in ('auto', 'bfloat16', 'float32')"),
+        (dict(num_layers="many"), "argument --num_layers: invalid int value: 'many'"),
+        (dict(compile="maybe"), "a switch is true or false"),
+        (dict(mun_lr=0.1), "--mun_lr=0.1: not a setting; did you mean --muon_lr?"),
+        (dict(resume_anyway="true"), "--resume_anyway=true: not a setting; "),
+        (dict(qqq=1), "--qqq=1: not a setting; --help lists them"),
+        (dict(train_files="nowhere/*.bin"), "nowhere/*.bin: no token shard there; data/cached_fineweb10B.py fetches"),
+        (dict(val_files="nowhere/*.bin"), "nowhere/*.bin: no token shard there; data/cached_fineweb10B.py fetches"),
+        (dict(batch_sequences=1000), "no shard of data/tiny_train_*.bin has the 256000 + 1 tokens of a batch"),
+        (dict(resume="nothing.pt"), "--resume nothing.pt: not a checkpoint, or a damaged one"),
+        (dict(resume="data"), "--resume data: not a checkpoint, or a damaged one"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_a_bad_setting_is_named_with_what_is_right(complaint, change, message):
+    assert message in complaint(**change)
 
 
-@pytest.mark.parametrize("damage, message", [
-    (lambda path: write_shard(path, made_up_tokens(9000), magic=7), "magic number 7, not 20240520"),
-    (lambda path: write_shard(path, made_up_tokens(9000), version=3), "version 3, but only version 1 can be read"),
-    (lambda path: os.truncate(path, 9999), "it is truncated or damaged, fetch it again"),
-    (lambda path: os.truncate(path, 10), "too few for a shard's header"),
-    (lambda path: write_shard(path, np.full(9000, 400)), "token 400 is outside the vocabulary of 257"),
-    (lambda path: (path.unlink(), path.mkdir()), "is a directory"),
-])
-@pytest.mark.parametrize("shard", ["tiny_train_000001.bin", "tiny_val_000000.bin"])
-def test_a_bad_shard_is_named_with_what_is_wrong(shards, here, capsys, shard, damage, message):
-    damage(here / "data" / shard)
-    line = complaint(shards, capsys)
-    assert message in line and shard in line
-
-
-def test_an_unreadable_data_folder_is_named(shards, here):
-    """As root every folder is readable, so the script runs as somebody else."""
-    code = f"import os, sys, train_gpt; os.getuid() or os.setuid(65534); sys.exit(train_gpt.main({shards!r}))"
-    here.chmod(0o755)
-    (here / "data").chmod(0)
-    result = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True,
-                            env=os.environ | dict(PYTHONPATH=str(SCRIPT.parent)))
-    (here / "data").chmod(0o755)
-    assert result.returncode == 2
-    assert result.stderr == "train_gpt: data: permission denied; the data folder must be readable\n"
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_exit_code_and_one_line_from_the_command_line(shards, tmp_path, processes):
-    result = run_script([*shards, "--sequence_length=200"], tmp_path, processes)
-    ours = [line for line in result.stderr.splitlines() if line.startswith("train_gpt:")]
-    assert ours == ["train_gpt: --sequence_length 200: must be a multiple of the attention block, 128"]
-    if processes == 1:
-        assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
-    else:
-        assert "exitcode  : 2" in result.stderr
-
-
-def test_fewer_sequences_than_processes(shards, tmp_path):
-    result = run_script([*shards, "--batch_sequences=1"], tmp_path, processes=2)
-    assert "train_gpt: --batch_sequences 1: fewer sequences than processes; start at most 1\n" in result.stderr
-    assert not (tmp_path / "logs").exists()
-
-
-def test_a_full_disk_at_the_start_leaves_no_half_written_log(shards, tmp_path):
-    result = subprocess.run(
-        [sys.executable, SCRIPT, *shards], cwd=tmp_path, capture_output=True, text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000)))
-    assert result.returncode == 2
-    assert result.stderr.startswith("train_gpt: the log logs/") and "cannot be written" in result.stderr
-    assert result.stderr.count("\n") == 1 and list((tmp_path / "logs").iterdir()) == []
+def test_a_flag_without_a_value_is_one_line(complaint):
+    assert "--num_layers: expected one argument" in complaint("--num_layers")
 
 
 def test_help_lists_every_setting_with_meaning_and_default(capsys):
     with pytest.raises(SystemExit):
         train_gpt.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for field in fields(train_gpt.Hyperparameters):
-        assert f"--{field.name} " in text and f"[{field.default}" in text
-    assert "[1390; " in text and "on a CPU]" in text and "training steps" in text
+    for setting in fields(train_gpt.Settings):
+        assert f"--{setting.name} " in text and setting.metadata["meaning"] in text
+    assert "training steps [1390; on a CPU 900]" in text
+    assert set(TINY) <= {setting.name for setting in fields(train_gpt.Settings)}
 
 
-def test_every_laptop_value_is_a_setting_of_the_right_type():
-    types = {field.name: field.type for field in fields(train_gpt.Hyperparameters)}
-    assert all(type(value) is types[name] for name, value in train_gpt.LAPTOP.items())
-    assert set(TINY) <= set(types)
+# ----------------------------------------------------------------------------------------------------
+# Files
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda path: write_shard(path, made_up_tokens(9000), magic=7), "no token shard there"),
+        (lambda path: write_shard(path, made_up_tokens(9000), version=3), "no token shard there"),
+        (lambda path: os.truncate(path, 2999), "2999 bytes do not fit its"),
+        (lambda path: os.truncate(path, 10), "no token shard there"),
+        (lambda path: (path.unlink(), path.mkdir()), "no token shard there"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "no token shard there"),
+        (lambda path: (path.unlink(), path.symlink_to("nowhere.bin")), "no token shard there"),
+    ],
+    ids=["magic", "version", "truncated", "tiny", "folder", "FIFO", "broken link"],
+)
+@pytest.mark.parametrize("shard", ["tiny_train_000002.bin", "tiny_val_000000.bin"])
+def test_a_bad_shard_is_named_at_the_start(folder, complaint, shard, damage, message):
+    damage(folder / "data" / shard)
+    line = complaint()
+    assert message in line and shard in line
+
+
+def test_a_token_outside_the_vocabulary_is_one_line_and_in_the_log(folder, train_here):
+    write_shard(folder / "data/tiny_train_000001.bin", np.full(9000, 400))
+    code, _, err = train_here(folder)
+    expected = "data/tiny_train_000001.bin: token 400 is outside the vocabulary of 257"
+    assert (code, err) == (2, f"train_gpt: {expected}\n") and last_line(folder) == f"ended: {expected}"
+
+
+def test_a_fifo_as_checkpoint_does_not_hang(folder, complaint):
+    os.mkfifo(folder / "fifo.pt")
+    assert "--resume fifo.pt: not a checkpoint" in complaint(resume="fifo.pt")
+
+
+def test_a_log_folder_that_cannot_be_written_is_told_at_the_start(folder, complaint):
+    (folder / "file").write_text("")
+    assert "Not a directory: 'file/below'" in complaint(log_dir="file/below")
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_told_before_the_first_step(folder, train_here):
+    (folder / "file").write_text("")
+    code, out, err = train_here(folder, save_every=4, checkpoint_dir="file/below")
+    assert (code, err.count("\n"), "step:" in out) == (2, 1, False)
+    assert err.startswith("train_gpt: [Errno 20] Not a directory: 'file/below/")
+    assert last_line(folder).startswith("ended: [Errno 20] Not a directory: 'file/below/"), "no log without an end"
+
+
+def test_a_full_disk_at_the_start_leaves_no_half_written_log(folder):
+    result = subprocess.run(
+        [sys.executable, SCRIPT, *tiny_flags()],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000)),
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("train_gpt: logs/") and result.stderr.endswith(".txt: no room for the log\n")
+    assert result.stderr.count("\n") == 1 and list((folder / "logs").iterdir()) == []
+
+
+@pytest.mark.parametrize("setting", ["checkpoint_dir", "log_dir"])
+def test_a_line_break_in_a_path_cannot_write_lines_of_its_own_into_the_log(folder, train_here, setting):
+    fake = "\nstep:8/8 val_loss:0.0001 train_time:1ms step_avg:1.00ms\n"
+    assert train_here(folder, save_every=4, **{setting: f"some{fake}where"})[0] == 0
+    (log,) = folder.glob("**/*.txt")
+    assert fake.strip() not in log.read_text().splitlines() and "some step:8/8 val_loss:0.0001" in log.read_text()
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_no_problem(folder):
+    name = b"--checkpoint_dir=caf\xe9"
+    result = run_script([*tiny_flags(save_every=4), name], folder, PYTHONIOENCODING="utf-8:strict")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(list(folder.glob("caf*/*/step_000004.pt"))) == 1
+
+
+# ----------------------------------------------------------------------------------------------------
+# The process's surroundings
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        (dict(RANK="1"), "cannot start: RANK=1 with WORLD_SIZE=0"),
+        (dict(RANK="-1"), "cannot start: RANK=-1 with WORLD_SIZE=0"),
+        (dict(RANK="abc"), "cannot start: invalid literal for int() with base 10: 'abc'"),
+        (dict(RANK="2", WORLD_SIZE="2"), "cannot start: RANK=2 with WORLD_SIZE=2"),
+        (dict(WORLD_SIZE="2"), "environment variable RANK expected, but not set"),
+        (dict(RANK="0", WORLD_SIZE="2"), "environment variable MASTER_ADDR expected, but not set"),
+    ],
+    ids=str,
+)
+def test_half_of_a_launchers_environment_is_one_line(complaint, monkeypatch, environment, message):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    line = complaint()
+    assert message in line and "torchrun starts one process per GPU" in line
+
+
+def test_a_gpu_that_torch_cannot_use_is_told_and_not_replaced_by_the_cpu(folder, complaint, monkeypatch):
+    """As after a driver update without a reboot: nvidia-smi lists a GPU, and torch sees none."""
+    (folder / "bin").mkdir()
+    (folder / "bin/nvidia-smi").write_text('#!/bin/sh\necho "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)"\n')
+    (folder / "bin/nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    line = complaint()
+    assert line.startswith("cannot start: ") and "CUDA_VISIBLE_DEVICES='' trains on the CPU" in line
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64", "the user's choice of allocator is kept"
+
+
+def test_a_hidden_gpu_is_not_asked_for(folder, train_here, monkeypatch):
+    (folder / "bin").mkdir()
+    (folder / "bin/nvidia-smi").write_text("#!/bin/sh\necho GPU 0\n")
+    (folder / "bin/nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    assert train_here(folder)[0] == 0  # the fixture sets CUDA_VISIBLE_DEVICES=''
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full"])
+def test_a_console_that_is_closed_or_full_does_not_harm_the_run(folder, closed):
+    shell = ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, str(SCRIPT), *tiny_flags()]
+    result = subprocess.run(shell, cwd=folder, env=ONE_THREAD, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "") and last_line(folder) == "ended: finished"
+    assert only_log(folder).read_text().startswith(SCRIPT.read_text())
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">/dev/full 2>/dev/full"])
+def test_a_closed_console_does_not_change_the_exit_code_of_a_bad_setting(folder, closed):
+    shell = ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, str(SCRIPT), *tiny_flags(resume="no.pt")]
+    assert subprocess.run(shell, cwd=folder, env=ONE_THREAD, capture_output=True).returncode == 2
+
+
+def test_python_without_docstrings_and_asserts_trains_and_helps(folder):
+    result = run_script(tiny_flags(), folder, PYTHONOPTIMIZE="2")
+    assert (result.returncode, result.stderr) == (0, "") and last_line(folder) == "ended: finished"
+    result = run_script(["--help"], folder, PYTHONOPTIMIZE="2")
+    assert result.returncode == 0 and "--num_iterations" in result.stdout
+
+
+def test_two_processes_tell_a_bad_setting_once(folder):
+    result = run_script(tiny_flags(batch_sequences=1), folder, processes=2)
+    ours = [line for line in result.stderr.splitlines() if line.startswith("train_gpt:")]
+    rule = "must be such that processes <= batch_sequences < 2**24"
+    assert ours == [f"train_gpt: --batch_sequences 1: {rule}"] and "exitcode  : 2" in result.stderr
+    assert not (folder / "logs").exists()

@@ -52,8 +52,8 @@ def tokens_of(path):
 def pieces_by_hand(documents):
     """The tokens of a training shard of these documents, by plain loops over them."""
     stream = [token for document in documents for token in [256, *document]]
-    pieces = [[256, *stream[start : start + 255]] for start in range(0, len(stream), 255)]
-    last = pieces.pop() if pieces and len(pieces[-1]) < 256 else []
+    pieces = [[256, *stream[start : start + 511]] for start in range(0, len(stream), 511)]
+    last = pieces.pop() if pieces and len(pieces[-1]) < 512 else []
     order = np.random.RandomState(0).permutation(len(pieces))
     return [token for number in order for token in pieces[number]] + last
 
@@ -61,12 +61,12 @@ def pieces_by_hand(documents):
 def unshuffled(path):
     """The stream of tokens that a training shard was cut from."""
     tokens = tokens_of(path)
-    full = len(tokens) // 256
-    pieces = tokens[: full * 256].reshape(full, 256)
+    full = len(tokens) // 512
+    pieces = tokens[: full * 512].reshape(full, 512)
     in_order = np.empty_like(pieces)
     in_order[np.random.RandomState(0).permutation(full)] = pieces
-    assert (pieces[:, 0] == 256).all() and (tokens[full * 256 :: 256] == 256).all()
-    return np.concatenate([in_order[:, 1:].ravel(), tokens[full * 256 + 1 :]])
+    assert (pieces[:, 0] == 256).all() and (tokens[full * 512 :: 512] == 256).all()
+    return np.concatenate([in_order[:, 1:].ravel(), tokens[full * 512 + 1 :]])
 
 
 def documents_of(*paths):

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, TINY, made_up_tokens, write_shard
+from helpers import ROOT, TINY, flags, made_up_tokens, write_shard
 
 COMMAND = [sys.executable, "-m", "records", "measure", "--seeds", "1", "2"]
 
@@ -22,9 +22,11 @@ def house(tmp_path):
     (tmp_path / "data/embedded_corpus.py").write_text("# the shards of this test are there already\n")
     write_shard(tmp_path / "data/tiny_train.bin", made_up_tokens(20_000, seed=1))
     write_shard(tmp_path / "data/tiny_val.bin", made_up_tokens(3_000, seed=9))
-    laptop = TINY | dict(train_files="data/tiny_train.bin", val_files="data/tiny_val.bin", target_loss=9.0)
+    tiny = flags(train_files="data/tiny_train.bin", val_files="data/tiny_val.bin", target_loss=9.0, **TINY)
+    main = 'if __name__ == "__main__":\n'
     source = (ROOT / "train_gpt.py").read_text()
-    source = source.replace("class UserError", f"LAPTOP.update({laptop})\n\nclass UserError")
+    assert source.count(main) == 1
+    source = source.replace(main, f"{main}    __import__('sys').argv[1:1] = {tiny}\n")
     for name in ("1_First", "2_Second"):
         (tmp_path / "records" / name).mkdir(parents=True)
         (tmp_path / "records" / name / "train_gpt.py").write_text(f"{source}# {name}\n")
@@ -42,8 +44,15 @@ def filed(house) -> dict:
 
 
 def test_a_run_that_was_stopped_is_made_again_and_a_finished_one_is_not(house):
-    first = subprocess.Popen(COMMAND, cwd=house, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             text=True, start_new_session=True)
+    first = subprocess.Popen(
+        COMMAND,
+        cwd=house,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     while not any(filed(house).values()) and first.poll() is None:
         time.sleep(0.05)
     os.killpg(first.pid, signal.SIGKILL)
@@ -59,8 +68,9 @@ def test_a_run_that_was_stopped_is_made_again_and_a_finished_one_is_not(house):
     for record in house.glob("records/[12]_*"):
         source, logs = (record / "train_gpt.py").read_text(), [log.read_text() for log in record.glob("*.txt")]
         assert all(log.startswith(source) and "step:4/4 val_loss:" in log for log in logs)
-        assert {f"seed: {seed}" for seed in (1, 2)} == {line for log in logs for line in log.splitlines()
-                                                         if line.startswith("seed: ")}
+        assert {f"seed: {seed}" for seed in (1, 2)} == {
+            line for log in logs for line in log.splitlines() if line.startswith("seed: ")
+        }
         assert sorted(path.suffix for path in record.iterdir()) == [".py", ".txt", ".txt"]
 
     third = subprocess.run(COMMAND, cwd=house, env=environment(), capture_output=True, text=True, timeout=60)

@@ -2,12 +2,14 @@
 
 The tests marked `rehearsal` run real torch on null GPUs and take minutes; the others are plain text in, values out.
 """
+
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rehearsal import launch, readings, report, shards  # noqa: E402
+from rehearsal import launch, readings, report, shards, steps  # noqa: E402
 from rehearsal.__main__ import main, pair_up, parse_arguments  # noqa: E402
 from rehearsal.watch import peak_memory  # noqa: E402
 
@@ -33,8 +35,13 @@ def dynamo_lines(kind: str, compile_id: str, *messages: str, rank: int = 0) -> s
 
 
 def recompile(compile_id: str, guard: str) -> str:
-    return dynamo_lines("recompiles", compile_id, "Recompiling function forward in train.py:69",
-                        "    triggered by the following guard failure(s):", f"    - 0/0: {guard}   # x = y")
+    return dynamo_lines(
+        "recompiles",
+        compile_id,
+        "Recompiling function forward in train.py:69",
+        "    triggered by the following guard failure(s):",
+        f"    - 0/0: {guard}   # x = y",
+    )
 
 
 OPTIMIZERS = "[rehearsal] Optimizer 0 1 2\n[rehearsal] Optimizer 1 2 3\n"
@@ -42,24 +49,41 @@ OPTIMIZERS = "[rehearsal] Optimizer 0 1 2\n[rehearsal] Optimizer 1 2 3\n"
 
 def test_recompiles_are_told_apart_by_whether_the_clock_was_running():
     log = readings.read_log(
-        OPTIMIZERS + recompile("0/1", "grad_mode") + "step:0/2 val_loss:11 train_time:0ms step_avg:nanms\n"
-        + recompile("0/2", "self.temperature == 1.0") + OPTIMIZERS + "step:1/2 train_time:1ms step_avg:1ms\n")
+        OPTIMIZERS
+        + recompile("0/1", "grad_mode")
+        + "step:0/2 val_loss:11 train_time:0ms step_avg:nanms\n"
+        + recompile("0/2", "self.temperature == 1.0")
+        + OPTIMIZERS
+        + "step:1/2 train_time:1ms step_avg:1ms\n"
+    )
     assert [(r.after_warmup, r.reason) for r in log.recompiles] == [
-        (False, "0/0: grad_mode"), (True, "0/0: self.temperature == 1.0")]
+        (False, "0/0: grad_mode"),
+        (True, "0/0: self.temperature == 1.0"),
+    ]
 
 
 def test_without_a_first_validation_the_warm_up_ends_before_the_first_timed_step():
     log = readings.read_log(
-        OPTIMIZERS + OPTIMIZERS + "step:1/2 train_time:1ms step_avg:1ms\n" + recompile("0/2", "late")
-        + OPTIMIZERS + "step:2/2 train_time:1ms step_avg:1ms\n")
+        OPTIMIZERS
+        + OPTIMIZERS
+        + "step:1/2 train_time:1ms step_avg:1ms\n"
+        + recompile("0/2", "late")
+        + OPTIMIZERS
+        + "step:2/2 train_time:1ms step_avg:1ms\n"
+    )
     assert log.warmup_marks == 2
     assert [r.after_warmup for r in log.recompiles] == [True]
     assert (log.last_step, log.steps) == (2, 2)
 
 
 def test_ranks_that_print_no_steps_are_judged_like_rank_0():
-    first = readings.read_log(OPTIMIZERS + recompile("0/1", "a") + "step:0/1 val_loss:1 train_time:0ms step_avg:0ms\n"
-                              + OPTIMIZERS + recompile("0/2", "b"))
+    first = readings.read_log(
+        OPTIMIZERS
+        + recompile("0/1", "a")
+        + "step:0/1 val_loss:1 train_time:0ms step_avg:0ms\n"
+        + OPTIMIZERS
+        + recompile("0/2", "b")
+    )
     other = readings.read_log(OPTIMIZERS + recompile("0/1", "a") + OPTIMIZERS + recompile("0/2", "b"), leader=first)
     assert [r.after_warmup for r in other.recompiles] == [False, True]
     merged = readings.merge_found({0: first.recompiles, 1: other.recompiles})
@@ -74,7 +98,7 @@ def late(text: str, warmup_steps: int = 1, leader: readings.RankLog | None = Non
 
 
 def test_each_rank_ends_its_warm_up_by_its_own_marks():
-    warmup = OPTIMIZERS + recompile("0/1", "grad_mode") + WAIT      # the forward without gradients is part of it
+    warmup = OPTIMIZERS + recompile("0/1", "grad_mode") + WAIT  # the forward without gradients is part of it
     validation = "step:0/2 val_loss:11 train_time:0ms step_avg:nanms\n"
     first = readings.read_log(warmup + WAIT + validation + OPTIMIZERS, None, 1)
     assert late(warmup + recompile("0/2", "only here") + OPTIMIZERS, leader=first) == [False, True]
@@ -84,43 +108,69 @@ def test_each_rank_ends_its_warm_up_by_its_own_marks():
 
 def test_the_end_of_the_warm_up_is_known_for_any_number_of_its_steps():
     assert late(OPTIMIZERS + recompile("0/1", "a") + OPTIMIZERS + WAIT + recompile("0/2", "b"), 2) == [False, True]
-    assert late(OPTIMIZERS + recompile("0/1", "a") + OPTIMIZERS, 1) == [True]       # it never waits for the GPU
-    assert late(OPTIMIZERS + recompile("0/1", "a"), 2) == [False]                   # it ended in its warm-up
+    assert late(OPTIMIZERS + recompile("0/1", "a") + OPTIMIZERS, 1) == [True]  # it never waits for the GPU
+    assert late(OPTIMIZERS + recompile("0/1", "a"), 2) == [False]  # it ended in its warm-up
     assert late(WAIT + recompile("0/1", "a") + OPTIMIZERS, 0) == [True]
     assert late(recompile("0/1", "a"), 1) == [False]
-    assert [report.warmup_steps(settings, processes) for settings, processes in (
-        ({"warmup_steps": "2"}, 8), ({"warmup_steps": 0}, 8), ({"warmup_steps": 0}, 1), ({}, 8))] == [2, 1, 0, None]
+    assert [
+        report.warmup_steps(settings, processes)
+        for settings, processes in (
+            ({"warmup_steps": "2"}, 8),
+            ({"warmup_steps": 0}, 8),
+            ({"warmup_steps": 0}, 1),
+            ({}, 8),
+        )
+    ] == [2, 1, 0, None]
 
 
 def test_a_space_in_the_scripts_path_hides_nothing():
     log = readings.read_log(
         dynamo_lines("graph_breaks", "0/0", "Graph break in user code at /my runs/train.py:54")
         + dynamo_lines("recompiles", "0/1", "Recompiling function forward in /my runs/train.py:69")
-        + "/my runs/train.py:3: FutureWarning: `old` is deprecated.\n")
+        + "/my runs/train.py:3: FutureWarning: `old` is deprecated.\n"
+    )
     places = [found[0].place for found in (log.graph_breaks, log.recompiles, log.deprecations)]
     assert places == ["/my runs/train.py:54", "forward (/my runs/train.py:69)", "/my runs/train.py:3"]
 
 
 def test_a_frame_that_falls_back_to_eager_is_a_graph_break():
     warning = "W1116 23:47:50.745000 6245 torch/_dynamo/convert_frame.py:1994] [1/2] "
-    log = readings.read_log(dynamo_lines(
-        "graph_breaks", "0/0",
-        "Graph break: torch.compile cannot properly resume from this graph break, which results in a skip.",
-        "torch.compile will skip tracing the frame forward (/my runs/train.py line 20) and fall back to eager.",
-        "The graph break occurred in the following user code:", '  File "/my runs/train.py", line 21, in forward')
-        + warning + "torch._dynamo hit config.recompile_limit (8)\n"
-        + warning + "   function: 'norm' (/my runs/train.py:17)\n" + warning + "   last reason: 1/1: s == 'b'\n")
+    log = readings.read_log(
+        dynamo_lines(
+            "graph_breaks",
+            "0/0",
+            "Graph break: torch.compile cannot properly resume from this graph break, which results in a skip.",
+            "torch.compile will skip tracing the frame forward (/my runs/train.py line 20) and fall back to eager.",
+            "The graph break occurred in the following user code:",
+            '  File "/my runs/train.py", line 21, in forward',
+        )
+        + warning
+        + "torch._dynamo hit config.recompile_limit (8)\n"
+        + warning
+        + "   function: 'norm' (/my runs/train.py:17)\n"
+        + warning
+        + "   last reason: 1/1: s == 'b'\n"
+    )
     assert [(b.place, b.reason) for b in log.graph_breaks] == [
         ("/my runs/train.py:20", "forward falls back to eager"),
-        ("/my runs/train.py:17", "norm falls back to eager, it hit torch._dynamo.config.recompile_limit (8)")]
+        ("/my runs/train.py:17", "norm falls back to eager, it hit torch._dynamo.config.recompile_limit (8)"),
+    ]
 
 
 def test_a_graph_break_is_reported_with_its_place_and_explanation():
-    log = readings.read_log(dynamo_lines(
-        "graph_breaks", "0/0", "Graph break in user code at train.py:54", "Graph Break Reason: Call to `f()`",
-        "  Explanation: User-inserted graph break. Message: None", "  Hint: Remove it."))
+    log = readings.read_log(
+        dynamo_lines(
+            "graph_breaks",
+            "0/0",
+            "Graph break in user code at train.py:54",
+            "Graph Break Reason: Call to `f()`",
+            "  Explanation: User-inserted graph break. Message: None",
+            "  Hint: Remove it.",
+        )
+    )
     assert [(b.place, b.reason) for b in log.graph_breaks] == [
-        ("train.py:54", "User-inserted graph break. Message: None")]
+        ("train.py:54", "User-inserted graph break. Message: None")
+    ]
 
 
 def test_deprecations_name_the_line_of_the_script_and_leave_out_what_nobody_sees():
@@ -129,36 +179,48 @@ def test_deprecations_name_the_line_of_the_script_and_leave_out_what_nobody_sees
         "[rehearsal] warned from train.py:260\n"
         "x/site-packages/torch/jit/_script.py:365: DeprecationWarning: `torch.jit` is deprecated.\n"
         "train.py:3: UserWarning: a remark\n"
-        "[W1116 02:00:50.12 Allocator.cpp:3] Warning: PYTORCH_CUDA_ALLOC_CONF is deprecated, use another\n")
+        "[W1116 02:00:50.12 Allocator.cpp:3] Warning: PYTORCH_CUDA_ALLOC_CONF is deprecated, use another\n"
+    )
     assert [d.place for d in log.deprecations] == ["train.py:260", "torch"]
 
 
 def test_a_mismatch_is_told_in_one_line():
     def print_of(size: int) -> str:
-        return (f"CollectiveFingerPrint(SequenceNumber=55, OpType=ALLREDUCE, TensorShape=[{size}], TensorDtypes=Float, "
-                "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda))")
+        return (
+            f"CollectiveFingerPrint(SequenceNumber=55, OpType=ALLREDUCE, TensorShape=[{size}], TensorDtypes=Float, "
+            "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda))"
+        )
+
     log = readings.read_log(
         f"[rank1]: RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
-        f"{print_of(16)}, but Rank 0 is running collective: {print_of(8)}.Collectives differ\n")
+        f"{print_of(16)}, but Rank 0 is running collective: {print_of(8)}.Collectives differ\n"
+    )
     assert log.mismatch == "rank 1 runs ALLREDUCE of [16] Float, but rank 0 runs ALLREDUCE of [8] Float"
 
 
 def test_the_first_error_of_a_rank_is_kept():
-    log = readings.read_log("[rank0]: Traceback (most recent call last):\n[rank0]: ValueError: bad shape\nx: y\n"
-                            "torch.distributed.DistBackendError: later\n")
+    log = readings.read_log(
+        "[rank0]: Traceback (most recent call last):\n[rank0]: ValueError: bad shape\nx: y\n"
+        "torch.distributed.DistBackendError: later\n"
+    )
     assert log.error == "ValueError: bad shape"
 
 
-@pytest.mark.parametrize("raised", [
-    "torch._dynamo.exc.Unsupported: Call to `f()`\n  Explanation: none\n\nfrom user code:\n   File x",
-    "triton.runtime.errors.OutOfResources: out of resource: shared memory",
-    "AssertionError",
-    "KeyError: 'x'\n\nDuring handling of the above exception, another exception occurred:\n\n"
-    'Traceback (most recent call last):\n  File "train_gpt.py", line 1, in f\nValueError: no x',
-])
+@pytest.mark.parametrize(
+    "raised",
+    [
+        "torch._dynamo.exc.Unsupported: Call to `f()`\n  Explanation: none\n\nfrom user code:\n   File x",
+        "triton.runtime.errors.OutOfResources: out of resource: shared memory",
+        "AssertionError",
+        "KeyError: 'x'\n\nDuring handling of the above exception, another exception occurred:\n\n"
+        'Traceback (most recent call last):\n  File "train_gpt.py", line 1, in f\nValueError: no x',
+    ],
+)
 def test_a_crash_is_told_by_the_last_line_of_its_traceback(raised):
-    log = readings.read_log("train_gpt: rank 0 failed:\nTraceback (most recent call last):\n"
-                            f'  File "train_gpt.py", line 9, in main\n    train()\n    ^^^^^^^\n{raised}\n\n')
+    log = readings.read_log(
+        "train_gpt: rank 0 failed:\nTraceback (most recent call last):\n"
+        f'  File "train_gpt.py", line 9, in main\n    train()\n    ^^^^^^^\n{raised}\n\n'
+    )
     assert log.error == ("ValueError: no x" if "ValueError" in raised else raised.splitlines()[0])
 
 
@@ -198,10 +260,24 @@ def test_the_first_fault_is_named_and_not_what_followed_from_it():
 def found_nothing(**run) -> dict:
     asked = {"num_iterations": "4", "val_loss_every": 2, "save_every": "4"}
     return {
-        "run": {"exit_code": 0, "last_step": 4, "steps": 4, "validations": 3, "checkpoints": 1, "first_error": "",
-                "asked": asked} | run,
-        "out_of_memory": None, "collectives": {"mismatch": ""}, "compiled": {"kernels": 1},
-        "graph_breaks": [], "recompiles": [], "deprecations": [], "spilling_kernels": []}
+        "run": {
+            "exit_code": 0,
+            "last_step": 4,
+            "steps": 4,
+            "validations": 3,
+            "checkpoints": 1,
+            "first_error": "",
+            "asked": asked,
+        }
+        | run,
+        "out_of_memory": None,
+        "collectives": {"mismatch": ""},
+        "compiled": {"kernels": 1},
+        "graph_breaks": [],
+        "recompiles": [],
+        "deprecations": [],
+        "spilling_kernels": [],
+    }
 
 
 def test_a_run_that_ends_well_without_what_it_was_asked_for_is_a_finding():
@@ -217,13 +293,15 @@ def test_a_run_that_ends_well_without_what_it_was_asked_for_is_a_finding():
 def test_the_peak_of_every_rank_goes_into_one_line():
     assert report.over_ranks(dict.fromkeys(range(8), 3 * 2**30)) == "3.00 GiB on ranks 0-7"
     assert report.over_ranks({0: 2**31, 1: 2**30, 2: 2**30 + 1, 4: 2**30}) == (
-        "1.00 GiB on ranks 1-2, 4 to 2.00 GiB on rank 0")
+        "1.00 GiB on ranks 1-2, 4 to 2.00 GiB on rank 0"
+    )
 
 
 def test_an_order_of_collectives_is_told_only_where_there_is_one():
     some = {"in_all": 5, "per_step": 2, "bytes_per_step": 2**30, "kinds": [], "mismatch": ""}
-    assert report.collective_lines(some, 8) == ["collectives   2 a step, 1.00 GiB a rank, same order on all 8 ranks"]
-    assert report.collective_lines(some, 1) == ["collectives   2 a step, 1.00 GiB a rank"]
+    told = "collectives   2 per step, 1.00 GiB per rank"
+    assert report.collective_lines(some, 8) == [f"{told}, same order on all 8 ranks"]
+    assert report.collective_lines(some, 1) == [told]
     assert report.collective_lines({**some, "in_all": 0, "per_step": 0}, 8) == ["collectives   none"]
 
 
@@ -238,8 +316,14 @@ VALIDATION = "AllReduce 1 float32 4\n"
 
 def test_a_trace_is_cut_into_steps_with_their_flops():
     traffic = readings.read_traffic(
-        START + STEP.format(60, 64) + STEP.format(124, 128) + VALIDATION + STEP.format(200, 204)
-        + STEP.format(264, 268) + VALIDATION)
+        START
+        + STEP.format(60, 64)
+        + STEP.format(124, 128)
+        + VALIDATION
+        + STEP.format(200, 204)
+        + STEP.format(264, 268)
+        + VALIDATION
+    )
     assert [len(step.collectives) for step in traffic.steps] == [3, 2, 3, 2]
     assert len(traffic.all) == 11 and traffic.all[-1] == ("AllReduce", 1, "float32", 4)
     typical = readings.typical_step(traffic.steps)
@@ -252,16 +336,26 @@ def test_a_line_cut_short_by_a_kill_is_left_out():
 
 def test_a_validation_before_each_step_is_left_out_where_the_clock_stops_for_it():
     traffic = readings.read_traffic(
-        START + STEP.format(60, 64) + STEP.format(160, 164) + STEP.format(260, 264)      # a forward more in each
-        + "Wait 264\n" + VALIDATION + "Wait 300\n" + STEP.format(360, 364)
-        + "Wait 364\n" + VALIDATION + "Wait 400\n" + STEP.format(460, 464))
+        START
+        + STEP.format(60, 64)
+        + STEP.format(160, 164)
+        + STEP.format(260, 264)  # a forward more in each
+        + "Wait 264\n"
+        + VALIDATION
+        + "Wait 300\n"
+        + STEP.format(360, 364)
+        + "Wait 364\n"
+        + VALIDATION
+        + "Wait 400\n"
+        + STEP.format(460, 464)
+    )
     typical = readings.typical_step(traffic.steps)
     assert (typical.bytes, typical.model_flops, typical.optimizer_flops) == (420, 60, 4)
-    assert traffic.all.count(("AllReduce", 1, "float32", 4)) == 2       # but the ranks are compared in these too
+    assert traffic.all.count(("AllReduce", 1, "float32", 4)) == 2  # but the ranks are compared in these too
     for every, waits, told in (("1", True, False), ("1", False, True), ("2", False, False)):
         of_ranks = {0: traffic if waits else readings.read_traffic(START + STEP.format(60, 64))}
         assert report.summarise_flops(of_ranks, {"val_loss_every": every})["with_validation"] == told
-    assert not report.summarise_flops({}, {"val_loss_every": "1"})["with_validation"]      # no step at all
+    assert not report.summarise_flops({}, {"val_loss_every": "1"})["with_validation"]  # no step at all
 
 
 def test_the_first_differing_collective_is_named():
@@ -269,11 +363,11 @@ def test_the_first_differing_collective_is_named():
     other = readings.read_traffic(STEP.format(1, 2).replace("AllGather 10 bfloat16 20", "AllGather 12 bfloat16 24"))
     assert readings.first_difference({0: same, 1: same}) == ""
     assert readings.first_difference({0: same, 1: same, 2: other}) == (
-        "collective 1: rank 0 runs AllGather of 10 bfloat16 (20 bytes), "
-        "rank 2 runs AllGather of 12 bfloat16 (24 bytes)")
+        "collective 1: rank 0 runs AllGather of 10 bfloat16 (20 bytes), rank 2 runs AllGather of 12 bfloat16 (24 bytes)"
+    )
     short = readings.read_traffic("AllReduce 100 float32 400\n")
     assert readings.first_difference({0: same, 1: short}) == "rank 0 runs 2 collectives, rank 1 runs 1"
-    assert readings.first_difference({0: same, 1: short}, all_ended=False) == ""      # it was stopped, not wrong
+    assert readings.first_difference({0: same, 1: short}, all_ended=False) == ""  # it was stopped, not wrong
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -286,17 +380,22 @@ def event(action: str, addr: int, size: int, time_us: int) -> dict:
 
 
 def test_memory_at_the_peak_is_found_although_the_history_lost_its_beginning():
-    history = [                                        # block 1 (100 bytes) was allocated before
-        event("alloc", 2, 50, 10), event("alloc", 3, 500, 20),                      # the peak: 1, 2, 3
-        event("free_requested", 3, 500, 30), event("free_requested", 2, 50, 40),
-        event("alloc", 3, 300, 50), event("free_requested", 1, 100, 60),            # another block at 3
+    history = [  # block 1 (100 bytes) was allocated before
+        event("alloc", 2, 50, 10),
+        event("alloc", 3, 500, 20),  # the peak: 1, 2, 3
+        event("free_requested", 3, 500, 30),
+        event("free_requested", 2, 50, 40),
+        event("alloc", 3, 300, 50),
+        event("free_requested", 1, 100, 60),  # another block at 3
     ]
     blocks = [{"address": 3, "size": 300, "state": "active_allocated"}, {"address": 9, "size": 9, "state": "inactive"}]
     snapshot = {"device_traces": [history], "segments": [{"device": 0, "blocks": blocks}]}
     at_peak = peak_memory.blocks_at_peak(snapshot, 0)
     assert sorted((block["addr"], block["size"]) for block in at_peak) == [(1, 100), (2, 50), (3, 500)]
-    owners = [{"time_us": 25, "addresses": {1: "parameters", 2: "gradients"}},
-              {"time_us": 55, "addresses": {3: "optimizer state"}}]                 # of the later block at 3
+    owners = [
+        {"time_us": 25, "addresses": {1: "parameters", 2: "gradients"}},
+        {"time_us": 55, "addresses": {3: "optimizer state"}},
+    ]  # of the later block at 3
     held = peak_memory.holders_at_peak(snapshot, 0, owners)
     assert [(h["holder"], h["bytes"]) for h in held] == [("autograd", 500), ("parameters", 100), ("gradients", 50)]
 
@@ -309,8 +408,10 @@ def test_kernel_resources_come_from_cuobjdump_and_tritons_metadata():
 
 
 def test_settings_are_read_from_a_script_without_running_it():
-    source = ("import missing\n@dataclass\nclass Hyperparameters:\n"
-              "    a: int = 64*1024 # why\n    b: str = 'x'\n    c: int = f()\n")
+    source = (
+        "import missing\n@dataclass\nclass Hyperparameters:\n"
+        "    a: int = 64*1024 # why\n    b: str = 'x'\n    c: int = f()\n"
+    )
     assert readings.settings_of(source) == {"a": 65536, "b": "x", "c": None}
     assert readings.settings_of("x = 1") == {}
 
@@ -318,7 +419,7 @@ def test_settings_are_read_from_a_script_without_running_it():
 def test_flags_are_paired_up_and_odd_ones_refused():
     assert pair_up(["--a", "1", "--b=2"]) == {"a": "1", "b": "2"}
     for bad in (["a"], ["--a"]):
-        with pytest.raises(launch.CannotRehearse):
+        with pytest.raises(launch.UserError):
             pair_up(bad)
 
 
@@ -327,8 +428,9 @@ def test_shorter_sequences_keep_the_tokens_of_a_step_and_leave_out_the_hopeless(
         oom = {"needed_bytes": needed, "total_bytes": 24, "holders": [{"holder": "parameters", "bytes": lasting}]}
         found = {"out_of_memory": oom, "resolved": {"sequence_length": "1024", "batch_sequences": 8}}
         return [tuple(candidate.values()) for candidate in report.shorter_sequences(found, times)]
+
     assert candidates(needed=31, lasting=3) == [(512, 16), (256, 32), (128, 64)]
-    assert candidates(needed=70, lasting=3) == [(256, 32), (128, 64)]      # half would need 36 of 24
+    assert candidates(needed=70, lasting=3) == [(256, 32), (128, 64)]  # half would need 36 of 24
     assert candidates(needed=40, lasting=30) == []
     assert candidates(needed=31, lasting=3, times=1) == [(512, 8), (256, 8), (128, 8)]  # where more would not help
 
@@ -343,8 +445,12 @@ def test_made_up_shards_have_finewebs_format(tmp_path):
 
 
 def test_setup_without_a_compiler_says_so_in_one_line(tmp_path):
-    result = subprocess.run([ROOT / "rehearsal" / "setup.sh"], capture_output=True, text=True,
-                            env={**os.environ, "CC": "no-such-compiler", "REHEARSAL_HOME": str(tmp_path)})
+    result = subprocess.run(
+        [ROOT / "rehearsal" / "setup.sh"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CC": "no-such-compiler", "REHEARSAL_HOME": str(tmp_path)},
+    )
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     if sys.platform == "linux":
@@ -364,33 +470,42 @@ def test_a_changed_pin_or_source_is_noticed(tmp_path):
     """A made-up environment with a torch, and a compiler that only leaves a trace."""
     folder, package = tmp_path / "rehearsal", tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
     shutil.copytree(ROOT / "rehearsal", folder)
-    for path, text in ((package / "nvidia/cu13/include/crt/host_defines.h", ""), (tmp_path / "venv/bin/python", ""),
-                       (package / "torch/version.py", "__version__ = '2.13.0+cu130'\ncuda: str = '13.0'\n"),
-                       (tmp_path / "venv/bin/pip", "#!/bin/sh\nexit 1\n"),
-                       (tmp_path / "cc", f'#!/bin/sh\necho >>"{tmp_path}/compiled"\n'
-                                         'while [ "$1" != -o ]; do shift; done\ntouch "$2"\n')):
+    for path, text in (
+        (package / "nvidia/cu13/include/crt/host_defines.h", ""),
+        (tmp_path / "venv/bin/python", ""),
+        (package / "torch/version.py", "__version__ = '2.13.0+cu130'\ncuda: str = '13.0'\n"),
+        (tmp_path / "venv/bin/pip", "#!/bin/sh\nexit 1\n"),
+        (
+            tmp_path / "cc",
+            f'#!/bin/sh\necho >>"{tmp_path}/compiled"\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n',
+        ),
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
 
     def set_up(pinned: str) -> tuple[int, int]:
         (tmp_path / "requirements.txt").write_text(f"torch=={pinned}\n")
-        env = {**os.environ, "CC": str(tmp_path / "cc"), "REHEARSAL_HOME": str(tmp_path / "home"),
-               "REHEARSAL_VENV": str(tmp_path / "venv")}
+        env = {
+            **os.environ,
+            "CC": str(tmp_path / "cc"),
+            "REHEARSAL_HOME": str(tmp_path / "home"),
+            "REHEARSAL_VENV": str(tmp_path / "venv"),
+        }
         exit_code = subprocess.run([folder / "setup.sh"], env=env, capture_output=True).returncode
         return exit_code, len((tmp_path / "compiled").read_text())
 
     assert [set_up("2.13.0"), set_up("2.13.0")] == [(0, 1), (0, 1)]
     (folder / "nullgpu" / "card.c").write_text("// other")
-    os.utime(folder / "nullgpu" / "card.c", (0, 0))        # older than the library, as a checkout may leave it
+    os.utime(folder / "nullgpu" / "card.c", (0, 0))  # older than the library, as a checkout may leave it
     assert set_up("2.13.0") == (0, 2)
-    assert set_up("2.1.0")[0] == set_up("2.13.00")[0] == 2     # this one would have to be installed
+    assert set_up("2.1.0")[0] == set_up("2.13.00")[0] == 2  # this one would have to be installed
 
 
 def test_setup_tells_the_user_while_it_works_and_why_it_cannot(tmp_path, monkeypatch, capfd):
     set_up_with(tmp_path, "echo installing", monkeypatch)
     assert capfd.readouterr() == ("", "installing\n")
-    with pytest.raises(launch.CannotRehearse, match=r"^no network$") as refused:
+    with pytest.raises(launch.UserError, match=r"^no network$") as refused:
         set_up_with(tmp_path, "echo rehearsal: no network >&2; exit 2", monkeypatch)
     assert not isinstance(refused.value, launch.DidNotCompile)
     with pytest.raises(launch.DidNotCompile, match=r"^it did not compile$"):
@@ -404,23 +519,33 @@ def test_rehearsals_of_the_same_second_have_folders_of_their_own(tmp_path, monke
 
 
 def test_what_the_user_set_for_other_runs_is_not_inherited(tmp_path, monkeypatch):
-    unwanted = ("CUDA_VISIBLE_DEVICES", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "PYTORCH_ALLOC_CONF",
-                "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTHONWARNINGS")
+    unwanted = (
+        "CUDA_VISIBLE_DEVICES",
+        "TORCH_COMPILE_DISABLE",
+        "TORCHDYNAMO_DISABLE",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_HIP_ALLOC_CONF",
+        "PYTHONWARNINGS",
+    )
     for name in (*unwanted, "NULLGPU_NAME"):
         monkeypatch.setenv(name, "1")
     env = launch.environment(tmp_path, tmp_path, tmp_path, launch.Card(8))
     assert env["NULLGPU_NAME"] == "1" and not set(unwanted) & set(env)
 
 
-@pytest.mark.parametrize("words, told", [
-    (["--sequence_length", "64k"], "--sequence_length 64k: must be a whole number"),
-    (["--num_iterations", "-1"], "--num_iterations -1: must be a whole number, and not less than 0"),
-    (["--gpu_capability", "6.1"], "--gpu_capability 6.1: must be one of 7.0"),
-    (["--gpu_memory", "0.5"], "--gpu_memory 0.5: must be from 1"),
-    (["--gpu_memory", "much"], "argument --gpu_memory: invalid float value: 'much'"),
-    (["--processes", "65"], "--processes 65: must be from 1 to 64"),
-    (["no_such_record"], "no_such_record is neither a script nor a record"),
-])
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--sequence_length", "64k"], "--sequence_length 64k: must be a whole number"),
+        (["--num_iterations", "-1"], "--num_iterations -1: must be a whole number, and not less than 0"),
+        (["--gpu_capability", "6.1"], "--gpu_capability 6.1: must be one of 7.0"),
+        (["--gpu_memory", "0.5"], "--gpu_memory 0.5: must be from 1"),
+        (["--gpu_memory", "much"], "argument --gpu_memory: invalid float value: 'much'"),
+        (["--processes", "65"], "--processes 65: must be from 1 to 64"),
+        (["no_such_record"], "no_such_record is neither a script nor a record"),
+    ],
+)
 def test_bad_usage_ends_with_one_line(words, told, capsys):
     assert main(words) == 2
     said = capsys.readouterr().err
@@ -435,9 +560,12 @@ def test_the_cards_that_can_be_asked_for_are_those_of_the_null_gpu():
 
 
 def test_nvidia_smi_says_that_it_is_not_real():
-    shown = subprocess.run([ROOT / "rehearsal" / "nullgpu" / "bin" / "nvidia-smi"], capture_output=True, text=True,
-                           env={**os.environ, "NULLGPU_COUNT": "2", "NULLGPU_MEMORY_GIB": "24",
-                                "NULLGPU_NAME": "H200"}).stdout
+    shown = subprocess.run(
+        [ROOT / "rehearsal" / "nullgpu" / "bin" / "nvidia-smi"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NULLGPU_COUNT": "2", "NULLGPU_MEMORY_GIB": "24", "NULLGPU_NAME": "H200"},
+    ).stdout
     assert shown.startswith("NOT REAL")
     assert shown.count("GPU 0") == shown.count("GPU 1") == 1 and "GPU 2" not in shown and "24576 MiB" in shown
     assert shown.count("H200 (null GPU)") == 2
@@ -454,7 +582,7 @@ def prepared():
         launch.set_up()
     except launch.DidNotCompile:
         raise
-    except launch.CannotRehearse as reason:
+    except launch.UserError as reason:
         pytest.skip(str(reason))
 
 
@@ -466,23 +594,27 @@ def cache(tmp_path_factory) -> Path:
 @pytest.fixture
 def on_null_gpu(prepared, tmp_path):
     """Runs a few lines of Python on null GPUs and returns what they print."""
+
     def run(code: str, **settings: str) -> str:
         env = launch.environment(tmp_path, tmp_path, Path("none"), launch.Card(8)) | settings
         result = subprocess.run([launch.venv() / "bin" / "python", "-c", code], env=env, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return result.stdout
+
     return run
 
 
 @pytest.fixture
 def rehearse(prepared, cache, tmp_path):
     """Rehearses the stand-in, or another script, and returns (exit code, report, text)."""
+
     def run(*flags: str, script: Path = STAND_IN) -> tuple[int, dict, str]:
-        own_cache = cache / script.stem     # every kernel in it is reported, so no script may find another's
+        own_cache = cache / script.stem  # every kernel in it is reported, so no script may find another's
         command = [sys.executable, "-m", "rehearsal", script, "--output", tmp_path, "--cache", own_cache, *flags]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode in (0, 1), result.stderr
         return result.returncode, json.loads((tmp_path / "report.json").read_text()), result.stdout
+
     return run
 
 
@@ -511,7 +643,7 @@ def test_torch_sees_the_cards_of_the_settings(on_null_gpu):
 @pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
 def test_a_card_holds_no_more_than_its_memory(on_null_gpu, allocator):
     held = on_null_gpu(FILL_CARD, NULLGPU_MEMORY_GIB="24", PYTORCH_ALLOC_CONF=allocator)
-    assert int(held) == 23      # the context takes the rest
+    assert int(held) == 23  # the context takes the rest
 
 
 START_GPU = """
@@ -544,12 +676,15 @@ def test_a_clean_script_passes_with_memory_collectives_and_flops(rehearse):
 
 
 @pytest.mark.rehearsal
-@pytest.mark.parametrize("fault, kind, told", [
-    ("graph_break", "graph_break", "stand_in.py"),
-    ("recompile", "recompile", "self.temperature"),
-    ("deprecated", "deprecation", "stand_in.py"),
-    ("crash", "failed", "seeded crash"),
-])
+@pytest.mark.parametrize(
+    "fault, kind, told",
+    [
+        ("graph_break", "graph_break", "stand_in.py"),
+        ("recompile", "recompile", "self.temperature"),
+        ("deprecated", "deprecation", "stand_in.py"),
+        ("crash", "failed", "seeded crash"),
+    ],
+)
 def test_a_seeded_fault_is_reported_as_such(rehearse, fault, kind, told):
     exit_code, found, text = rehearse("--processes", "1", "--fault", fault)
     assert exit_code == 1 and kinds(found) == {kind}
@@ -558,9 +693,66 @@ def test_a_seeded_fault_is_reported_as_such(rehearse, fault, kind, told):
 
 @pytest.mark.rehearsal
 def test_a_collective_of_the_wrong_size_on_one_rank_is_reported(rehearse):
-    exit_code, found, text = rehearse("--processes", "2", "--no_fill", "--fault", "wrong_size")
+    exit_code, found, text = rehearse("--processes", "2", "--fault", "wrong_size")
     assert exit_code == 1 and kinds(found) == {"collective_mismatch"}
     assert "[16] Float" in text and "[8] Float" in text and "DIFFERENT between ranks" in text
+
+
+@pytest.mark.rehearsal
+def test_a_script_that_takes_the_wrong_card_is_caught_although_ranks_share_compiled_code(rehearse):
+    exit_code, found, _ = rehearse("--processes", "2", "--fault", "wrong_card")
+    assert exit_code == 1 and kinds(found) == {"failed"}
+    assert "rank 1" in found["findings"][0]["text"] and "located on device with index" in found["findings"][0]["text"]
+
+
+@pytest.mark.rehearsal
+def test_a_steps_counts_agree_with_what_was_counted_in_other_ways(rehearse, tmp_path):
+    _, found, _ = rehearse("--processes", "2")
+    items, order = found["step"]["items"], Counter(entry[0] for entry in found["step"]["order"])
+    flops = {True: 0, False: 0}  # in the optimizer or not
+    for index, item in enumerate(items):
+        if item["kind"] == "product":
+            product = 2 * item["m"] * item["n"] * item["k"] * item["batches"]
+            flops[item["part"] == "optimizer"] += order[index] * product
+    assert 2 * flops[False] == found["flops"]["model_matmul_per_step"]  # two ranks with half of the batch each
+    sent = [(order[index], item["bytes"]) for index, item in enumerate(items) if item["kind"] == "collective"]
+    assert sum(times for times, _ in sent) == found["collectives"]["per_step"]
+    assert sum(times * size for times, size in sent) == found["collectives"]["bytes_per_step"]
+    attention = [item for item in items if item["kind"] == "attention"]
+    assert {item["backward"] for item in attention} == {True, False} and {item["heads"] for item in attention} == {2}
+    assert found["prediction"]["run"]["ms"] > 0 and (tmp_path / "timeline.html").exists()
+
+
+@pytest.mark.rehearsal
+def test_the_null_gpu_knows_registers_and_spills_as_cuobjdump_does(rehearse, cache, tmp_path):
+    rehearse("--processes", "1")
+    told = steps.kernels_in((tmp_path / "rehearsal" / "rank0.steps").read_text()).values()
+    compiled = readings.read_kernels(cache / STAND_IN.stem, launch.cuobjdump())
+    known = {kernel.cache_hash: kernel for kernel in compiled}
+    assert len(told) > 10
+    for kernel in told:
+        found = known[kernel["cache_hash"]]
+        assert (kernel["registers"], 4 * kernel["spilled_words"]) == (found.registers, found.stack_bytes)
+
+
+@pytest.mark.rehearsal
+def test_two_rehearsals_from_nothing_choose_the_same_kernels(prepared, tmp_path):
+    counts = []
+    for name in ("first", "second"):
+        command = [
+            sys.executable,
+            "-m",
+            "rehearsal",
+            STAND_IN,
+            "--processes",
+            "1",
+            "--fresh",
+            "--output",
+            tmp_path / name,
+        ]
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+        counts.append(json.loads((tmp_path / name / "report.json").read_text())["step"])
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.rehearsal
@@ -568,7 +760,7 @@ def test_a_sequence_too_long_for_memory_is_explained_with_settings_that_fit(rehe
     exit_code, found, text = rehearse("--processes", "1", "--gpu_memory", "3", "--sequence_length", "32768")
     assert exit_code == 1 and kinds(found) == {"out_of_memory"}
     assert found["out_of_memory"]["needed_bytes"] > 3 * 2**30
-    fits = found["out_of_memory"]["fits"]                              # a run with them has ended well
+    fits = found["out_of_memory"]["fits"]  # a run with them has ended well
     assert fits["sequence_length"] * fits["batch_sequences"] == 32768 * 8
     assert fits["peak_allocated_bytes"] < 3 * 2**30 and not fits["smaller_batch"]
     assert f"--sequence_length {fits['sequence_length']}" in text
@@ -576,10 +768,20 @@ def test_a_sequence_too_long_for_memory_is_explained_with_settings_that_fit(rehe
 
 @pytest.mark.rehearsal
 def test_a_batch_in_a_row_too_long_for_memory_is_told_of_a_smaller_one(rehearse):
-    exit_code, found, text = rehearse("--processes", "2", "--no_fill", "--gpu_memory", "3", "--in_a_row", "1",
-                                      "--sequence_length", "256", "--batch_sequences", "256")
+    exit_code, found, text = rehearse(
+        "--processes",
+        "2",
+        "--gpu_memory",
+        "3",
+        "--in_a_row",
+        "1",
+        "--sequence_length",
+        "256",
+        "--batch_sequences",
+        "256",
+    )
     assert exit_code == 1 and kinds(found) == {"out_of_memory"}
-    logits = 128 * 256 * 50304 * 2      # of one rank's sequences, in bfloat16: most of what it needs
+    logits = 128 * 256 * 50304 * 2  # of one rank's sequences, in bfloat16: most of what it needs
     assert logits < found["out_of_memory"]["needed_bytes"] < 1.5 * logits
     fits = found["out_of_memory"]["fits"]
     assert (fits["sequence_length"], fits["batch_sequences"], fits["smaller_batch"]) == (128, 256, True)
@@ -595,16 +797,19 @@ def test_computing_again_takes_less_memory_and_no_more_matrix_products(rehearse)
         assert exit_code == 0, text
         peaks.append(found["memory"]["per_rank"]["0"]["peak_allocated_bytes"])
         flops.append(found["flops"]["model_matmul_per_token"])
-    relu_squared = 2 * 16384 * 4 * 768 * 2      # of two layers, in bfloat16
+    relu_squared = 2 * 16384 * 4 * 768 * 2  # of two layers, in bfloat16
     assert peaks[0] - peaks[1] > 0.9 * relu_squared, peaks
     assert flops[0] == flops[1]
 
 
-@pytest.mark.parametrize("words, script, settings", [
-    (["--processes", "2", "--num_layers", "4"], "train_gpt.py", {"num_layers": "4"}),
-    (["SoftCap", "--num_layers=4", "--seed", "7"], "SoftCap", {"num_layers": "4", "seed": "7"}),
-    ([], "train_gpt.py", {}),
-])
+@pytest.mark.parametrize(
+    "words, script, settings",
+    [
+        (["--processes", "2", "--num_layers", "4"], "train_gpt.py", {"num_layers": "4"}),
+        (["SoftCap", "--num_layers=4", "--seed", "7"], "SoftCap", {"num_layers": "4", "seed": "7"}),
+        ([], "train_gpt.py", {}),
+    ],
+)
 def test_settings_of_the_script_go_with_or_without_its_name(words, script, settings):
     ours, given = parse_arguments(words)
     assert ours.script.endswith(script) and given == settings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from train_gpt import learning_rate, muon_momentum, window_in_blocks
+from train_gpt import lr_factor, muon_momentum, window_in_blocks
 
 STEPS = 1390
 
@@ -11,8 +11,8 @@ def window(step: int) -> int:
     return window_in_blocks(step / STEPS, 128, 1856)
 
 
-def rate(step: int) -> float:
-    return learning_rate(step / STEPS, 0.4)
+def factor(step: int) -> float:
+    return lr_factor(step / STEPS, 0.4)
 
 
 def test_the_window_grows_as_in_the_record():
@@ -22,11 +22,11 @@ def test_the_window_grows_as_in_the_record():
     assert [window(step) for step in range(STEPS)] == sorted(window(step) for step in range(STEPS))
 
 
-def test_the_learning_rate_cools_down_over_the_last_40_percent():
-    assert next(step for step in range(STEPS) if rate(step) < 1) == 835
-    assert rate(0) == rate(STEPS // 2) == 1
-    assert rate(STEPS - 1) == pytest.approx(0.00179856, rel=1e-5)
-    assert rate(STEPS) == 0
+def test_the_learning_rates_cool_down_over_the_last_40_percent():
+    assert next(step for step in range(STEPS) if factor(step) < 1) == 835
+    assert factor(0) == factor(STEPS // 2) == 1
+    assert factor(STEPS - 1) == pytest.approx(0.00179856, rel=1e-5)
+    assert factor(STEPS) == 0
 
 
 def test_the_momentum_grows_over_300_steps():
@@ -36,4 +36,4 @@ def test_the_momentum_grows_over_300_steps():
 
 
 def test_no_cooldown_and_no_momentum_warmup_are_possible():
-    assert learning_rate(0.99, 0) == 1 and muon_momentum(0, 0, 0.85, 0.95) == pytest.approx(0.95)
+    assert lr_factor(0.99, 0) == 1 and muon_momentum(0, 0, 0.85, 0.95) == pytest.approx(0.95)

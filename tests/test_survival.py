@@ -1,6 +1,5 @@
-"""A run that survives: checkpoints, resuming, signals, kills, hangs, full disks and bad shards, with real processes."""
+"""A run that survives: checkpoints, resuming, signals, kills, full disks and bad shards, with real processes."""
 
-import contextlib
 import json
 import math
 import os
@@ -8,45 +7,42 @@ import re
 import resource
 import shutil
 import signal
-import socket
-import struct
-import subprocess
-import sys
-import tempfile
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import SCRIPT, TINY, flags, made_up_tokens, run_script, train_losses, val_losses, write_shard
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from helpers import (
+    ONE_THREAD,
+    SCRIPT,
+    Started,
+    alive,
+    checkpoint,
+    differences,
+    free_port,
+    last_line,
+    made_up_tokens,
+    make_data,
+    only_log,
+    run_script,
+    tiny_flags,
+    train_losses,
+    val_losses,
+    wait_until,
+    write_shard,
+)
 
-import train_gpt
-from train_gpt import Checkpoints, Hyperparameters, Loader, RunLog, Shard, UserError, World
+from train_gpt import Settings, Trainer
 
 # Eight steps whose learning rates, momentum and window all change, with checkpoints at steps 4 and 8.
-RUN = TINY | dict(train_files="train_*.bin", val_files="val.bin", num_iterations=8, save_every=4,
-                  cooldown_frac=0.5)
-LONG = RUN | dict(num_iterations=100_000)
-ONE_THREAD = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+RUN = dict(num_iterations=8, save_every=4, cooldown_frac=0.5)
+LONG = dict(num_iterations=100_000)
 
 # ----------------------------------------------------------------------------------------------------
 # Running and comparing
 # ----------------------------------------------------------------------------------------------------
-
-
-def make_shards(folder: Path) -> Path:
-    for i in (1, 2):  # small, so that eight steps cross from one to the other
-        write_shard(folder / f"train_{i}.bin", made_up_tokens(4_500, seed=i))
-    write_shard(folder / "val.bin", made_up_tokens(3_000, seed=9))
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    return make_shards(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -56,232 +52,230 @@ def reference(tmp_path_factory):
 
     def run(processes: int) -> Path:
         if processes not in folders:
-            folders[processes] = make_shards(tmp_path_factory.mktemp(f"of_{processes}"))
-            result = run_script(flags(**RUN), folders[processes], processes)
+            folders[processes] = make_data(tmp_path_factory.mktemp(f"of_{processes}"))
+            result = run_script(tiny_flags(**RUN), folders[processes], processes)
             assert result.returncode == 0, result.stderr
         return folders[processes]
 
     return run
 
 
-def copy_of(folder: Path, to: Path) -> Path:
-    """Data, checkpoints and log of a run, to be gone on with elsewhere."""
-    return Path(shutil.copytree(folder, to, dirs_exist_ok=True))
-
-
-def checkpoint(folder: Path, step: int, within: str = "checkpoints") -> Path:
-    (path,) = folder.glob(f"{within}/*/step_{step:06d}.pt")
-    return path
+@pytest.fixture
+def after_four(reference, tmp_path) -> Path:
+    """Data, log and the checkpoint of step 4 of a run on one process."""
+    folder = Path(shutil.copytree(reference(1), tmp_path, dirs_exist_ok=True))
+    checkpoint(folder, 8).unlink()
+    return folder
 
 
 def load(path: Path) -> dict:
     return torch.load(path, weights_only=True)
 
 
-def tensors_of(value, name: str = ""):
-    """Every tensor and number in a checkpoint, with its name."""
-    if isinstance(value, dict | list | tuple):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from tensors_of(part, f"{name}/{key}")
-    else:
-        yield name, value
+def added(folder: Path, before: str) -> list[str]:
+    """The lines that the log has since then."""
+    after = only_log(folder).read_text()
+    assert after.startswith(before + "\n")
+    return after.removeprefix(before + "\n").splitlines()
 
 
-def differing_bits(first: Path, second: Path) -> list[str]:
-    """The names of all that is not the same, to the last bit, in what two checkpoints would go on with."""
-    a, b = ({name: value for part in ("state", "step", "loader") for name, value in tensors_of(load(path)[part], part)}
-            for path in (first, second))
-    assert a.keys() == b.keys() and sum(isinstance(value, torch.Tensor) for value in a.values()) > 50
-    return [name for name in a if not (torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor)
-                                       else a[name] == b[name])]
-
-
-def distance(first: Path, second: Path, part: str) -> float:
-    """Between two checkpoints' weights or momentum, all taken as one long vector."""
-    one, other = (dict(tensors_of(load(path)["state"][part])) for path in (first, second))
-    assert one.keys() == other.keys()
-    return math.sqrt(sum((one[name] - other[name]).square().sum().item() for name in one))
-
-
-class Ranks:
-    """The processes of a run, started one by one, so that each one's exit code and output can be seen."""
-
-    def __init__(self, folder: Path, count: int, arguments: list[str], command=(str(SCRIPT),), **how):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.folder = folder
-        world = dict(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        self.processes = [
-            subprocess.Popen([sys.executable, *command, *arguments], cwd=folder,
-                             stdout=open(folder / f"out{rank}", "w"), stderr=open(folder / f"err{rank}", "w"),
-                             env=ONE_THREAD | world | dict(RANK=str(rank), LOCAL_RANK=str(rank)), **how)
-            for rank in range(count)
-        ]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for process in self.processes:
-            process.kill()
-
-    def wait_for(self, text: str, seconds: float = 200) -> None:
-        wait_until(lambda: text in self.output(0) or self.processes[0].poll() is not None, seconds)
-        assert text in self.output(0), self.errors()
-
-    def output(self, rank: int) -> str:
-        return (self.folder / f"out{rank}").read_text()
-
-    def errors(self) -> str:
-        return "".join((self.folder / f"err{rank}").read_text() for rank in range(len(self.processes)))
-
-    def exit_codes(self, seconds: float = 100) -> list[int]:
-        return [process.wait(seconds) for process in self.processes]
-
-
-def wait_until(happens, seconds: float = 200) -> None:
-    deadline = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < deadline, "it has not happened"
-        time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def torchrun(folder: Path, processes: int, *arguments: str, restarts: int = 0):
-    """A run under torchrun, its output in the files out and err."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
-               f"--max-restarts={restarts}", str(SCRIPT), *arguments]
-    with (open(folder / "out", "w") as out, open(folder / "err", "w") as err,
-          subprocess.Popen(command, cwd=folder, stdout=out, stderr=err, env=ONE_THREAD) as run):
-        try:
-            yield run
-        finally:
-            for pid in ranks_of(run).values():
-                os.kill(pid, signal.SIGKILL)
-            run.kill()
-
-
-def ranks_of(run: subprocess.Popen) -> dict[int, int]:
-    """The process ids of torchrun's children by their rank, as the kernel knows them."""
-    ranks = {}
-    with contextlib.suppress(OSError):
-        for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
-            with contextlib.suppress(OSError):
-                rank = re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
-                if rank:
-                    ranks[int(rank[1])] = int(pid)
-    return ranks
-
-
-def only_log(folder: Path) -> str:
-    (path,) = folder.glob("logs/*.txt")
-    return path.read_text()
-
-
-@pytest.fixture
-def train_here(monkeypatch, capsys):
-    """The script's main() in this process, which has torch already; returns its exit code and output."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-
-    def run(folder: Path, **changes):
-        monkeypatch.chdir(folder)
-        code = train_gpt.main(flags(**RUN | changes))
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    yield run
-    torch.set_num_threads(threads)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def is_one_line(err: str, text: str) -> bool:
+    return err.startswith("train_gpt: ") and err.count("\n") == 1 and text in err
 
 
 # ----------------------------------------------------------------------------------------------------
-# Checkpoints and resuming
+# Resuming
 # ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(reference, tmp_path, processes):
-    folder = copy_of(reference(processes), tmp_path)
-    resume = RUN | dict(resume=checkpoint(folder, 4), checkpoint_dir="again", warmup_steps=1)
-    result = run_script(flags(**resume), folder, processes)
+    """All settings come from the checkpoint."""
+    folder = Path(shutil.copytree(reference(processes), tmp_path, dirs_exist_ok=True))
+    resume = [f"--resume={checkpoint(folder, 4)}", "--checkpoint_dir=again", "--kernel_warmup_steps=2"]
+    result = run_script(resume, folder, processes)
     assert result.returncode == 0, result.stderr
-    assert differing_bits(checkpoint(folder, 8), checkpoint(folder, 8, "again")) == []
-    losses = train_losses(only_log(folder))
+    assert differences(checkpoint(folder, 8), checkpoint(folder, 8, "again")) == []
+    losses = train_losses(only_log(folder).read_text())
     assert len(losses) == 8 + 4 and losses[4:8] == losses[8:] and len(set(losses)) == 8
-    assert val_losses(only_log(folder))[0] == val_losses(only_log(folder))[1]
+    assert len(set(val_losses(only_log(folder).read_text()))) == 1
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 3)])
 def test_another_number_of_processes_resumes_within_rounding(reference, tmp_path, before, after):
-    folder = copy_of(reference(before), tmp_path)
-    result = run_script(flags(**RUN | dict(resume=checkpoint(folder, 4), checkpoint_dir="again")), folder, after)
+    folder = Path(shutil.copytree(reference(before), tmp_path, dirs_exist_ok=True))
+    result = run_script([f"--resume={checkpoint(folder, 4)}", "--checkpoint_dir=again"], folder, after)
     assert result.returncode == 0, result.stderr
-    assert f"step_000004.pt on {after} x " in only_log(folder)
-    losses = train_losses(only_log(folder))
+    assert f"step_000004.pt on {after} x " in only_log(folder).read_text()
+    losses = train_losses(only_log(folder).read_text())
     assert len(losses) == 8 + 4 and losses[8:] == pytest.approx(losses[4:8], rel=1e-6)
-    uninterrupted, resumed = checkpoint(folder, 8), checkpoint(folder, 8, "again")
-    for part in ("model", "muon"):
-        way = distance(uninterrupted, checkpoint(folder, 4), part)
-        assert distance(uninterrupted, resumed, part) < 1e-3 * way
+
+    def distance(first: Path, second: Path, part: str) -> float:
+        one, other = (load(path)["state"][part] for path in (first, second))
+        assert one.keys() == other.keys()
+        return math.sqrt(sum((one[name] - other[name]).square().sum().item() for name in one))
+
+    for part in ("model", "muon", "adam"):
+        way = distance(checkpoint(folder, 8), checkpoint(folder, 4), part)
+        assert distance(checkpoint(folder, 8), checkpoint(folder, 8, "again"), part) < 1e-3 * way
 
 
-def test_a_resumed_run_goes_on_in_the_same_log_and_with_the_same_clock(reference, tmp_path, train_here):
-    folder = copy_of(reference(1), tmp_path)
-    before = only_log(folder)
-    code, _, _ = train_here(folder, resume=checkpoint(folder, 4))
-    after = only_log(folder)
-    assert code == 0 and after.startswith(before)
-    added = after.removeprefix(before)
-    assert added.startswith(f"resumed at step 4 from {checkpoint(folder, 4)} on 1 x ") and "====" not in added
-    assert f"hardware: {added.splitlines()[0].split(' on 1 x ')[1]}\n" in before
-    step_4, step_5 = (int(re.search(rf"^step:{step}/8 train_loss\S+ train_time:(\d+)ms", text, re.MULTILINE)[1])
-                      for step, text in ((4, before), (5, added)))
-    assert step_5 > step_4 > 0
+def test_a_resumed_run_goes_on_in_the_same_log_and_with_the_same_clock(after_four, train_here):
+    before = only_log(after_four).read_text()
+    assert train_here(after_four, "--resume=latest")[0] == 0
+    _, _, resumed, *lines = added(after_four, before)
+    path = checkpoint(after_four, 4).relative_to(after_four)
+    assert resumed.startswith(f"resumed at step 4 from {path} on 1 x ") and "=" * 100 not in lines
+    assert f"hardware: {resumed.split(' on 1 x ')[1]}\n" in before
+    times = [
+        int(re.search(rf"^step:{step}/8 train_loss\S+ train_time:(\d+)ms", text, re.MULTILINE)[1])
+        for step, text in ((4, before), (5, "\n".join(lines)))
+    ]
+    assert times[1] > times[0] > 0
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_every_difference(reference, tmp_path, train_here):
-    folder = copy_of(reference(1), tmp_path)
-    write_shard(folder / "train_2.bin", made_up_tokens(4_500, seed=77))
-    files = sorted(folder.rglob("*"))
-    code, out, err = train_here(folder, resume=checkpoint(folder, 4), model_dim=64, muon_lr=0.01)
-    assert code == 2 and out == "" and err.count("\n") == 1
-    for difference in ("model_dim was 32 and is 64", "muon_lr was 0.05 and is 0.01", "the data differs: train_2.bin",
-                       "--resume_anyway goes on"):
-        assert difference in err
-    assert "seed" not in err and "script" not in err and "train_1" not in err
-    assert sorted(folder.rglob("*")) == files
+def test_the_log_says_what_a_resumed_run_changed(after_four, train_here):
+    before = only_log(after_four).read_text()
+    changes = ["--val_tokens=256", "--target_loss=9", "--dtype=bfloat16"]
+    assert train_here(after_four, "--resume=latest", *changes)[0] == 0
+    told = [line for line in added(after_four, before) if line.startswith("changed on resume: ")]
+    assert sorted(line.removeprefix("changed on resume: ") for line in told) == [
+        "dtype float32 -> bfloat16",
+        "resume -> latest",
+        "target_loss 0.0 -> 9.0",
+        "val_tokens 1024 -> 256",
+    ]
 
 
-def test_a_checkpoint_of_another_script_is_refused_and_resume_anyway_goes_on(reference, tmp_path, train_here):
-    folder = copy_of(reference(1), tmp_path)
-    changed = load(checkpoint(folder, 4))
-    lines = changed["source"].splitlines()
-    changed["source"] = "\n".join([*lines[:6], "# a change", *lines[6:]])
-    torch.save(changed, checkpoint(folder, 4))
-    code, _, err = train_here(folder, resume=checkpoint(folder, 4))
-    assert code == 2 and "the script differs from line 7 on" in err
-    code, out, err = train_here(folder, resume=checkpoint(folder, 4), resume_anyway=True, muon_lr=0.01)
-    assert code == 0 and "resumed at step 4" in out, err
-    assert out.count("train_loss") == 4
+def test_an_edit_of_the_script_is_told_and_does_not_refuse_the_resume(after_four, train_here):
+    path = checkpoint(after_four, 4)
+    saved = load(path)
+    torch.save(saved | dict(source=saved["source"] + "# a comment\n"), path)
+    before = only_log(after_four).read_text()
+    assert train_here(after_four, "--resume=latest")[0] == 0
+    assert "changed on resume: the script" in added(after_four, before)
 
 
-def test_resume_anyway_with_weights_that_do_not_fit_says_so_in_one_line(reference, tmp_path, train_here):
-    folder = copy_of(reference(1), tmp_path)
-    code, _, err = train_here(folder, resume=checkpoint(folder, 4), resume_anyway=True, model_dim=64)
-    assert code == 2 and err.count("\n") == 1 and "size mismatch" in err
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_keeps_the_dtype_that_was_chosen(folder, train_here, dtype):
+    assert train_here(folder, **RUN | dict(dtype=dtype))[0] == 0
+    code, out, _ = train_here(folder, f"--resume={checkpoint(folder, 4)}")
+    assert code == 0 and f"; {dtype}, eager" in out and "changed on resume: dtype" not in out
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 not a checkpoint", None], ids=["empty", "damaged", "missing"])
-def test_what_is_no_checkpoint_is_refused_in_one_line(folder, train_here, content):
-    if content is not None:
-        (folder / "it.pt").write_bytes(content)
-    code, _, err = train_here(folder, resume="it.pt")
-    assert code == 2 and err.startswith("train_gpt: --resume it.pt: ") and err.count("\n") == 1
-    assert not (folder / "logs").exists()
+@pytest.mark.parametrize("change", ["--num_iterations=7", "--muon_lr=0.01", "--model_dim=64", "--seed=5"])
+def test_what_a_resumed_run_cannot_change_is_refused(after_four, train_here, change):
+    files = sorted(after_four.rglob("*"))
+    code, out, err = train_here(after_four, "--resume=latest", change)
+    assert (code, out) == (2, "") and is_one_line(err, f"{change.replace('=', ' ')}: a resumed run cannot change it")
+    assert sorted(after_four.rglob("*")) == files
+
+
+def test_other_data_is_refused_and_the_same_data_elsewhere_is_not(after_four, train_here):
+    shutil.move(after_four / "data", after_four / "moved")
+    moved = ["--train_files=moved/*train*.bin", "--val_files=moved/*val*.bin"]
+    write_shard(after_four / "moved/tiny_train_000002.bin", made_up_tokens(4_500, seed=77))
+    code, out, err = train_here(after_four, "--resume=latest", *moved)
+    assert (code, out) == (2, "") and is_one_line(err, "that run was trained on other shards")
+    write_shard(after_four / "moved/tiny_train_000002.bin", made_up_tokens(4_500, seed=2))
+    assert train_here(after_four, "--resume=latest", *moved)[0] == 0
+
+
+# ----------------------------------------------------------------------------------------------------
+# Checkpoints
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_holds_everything_as_plain_data(reference):
+    saved = load(checkpoint(reference(1), 8))
+    assert saved["settings"].keys() == {setting.name for setting in fields(Settings)}
+    assert saved.keys() == {"run_id", "source", "data", "settings", "step", "position", "seconds", "state"}
+    assert saved["source"] == SCRIPT.read_text() and json.loads(json.dumps(saved["data"])) == saved["data"]
+    assert saved["step"] == 8 and saved["seconds"] > 0 and only_log(reference(1)).stem == saved["run_id"]
+
+
+def halve(part: dict, name: str) -> None:
+    part[name] = part[name][:1]
+
+
+def remove(part: dict, name: str) -> None:
+    del part[name]
+
+
+def as_int8(part: dict, name: str) -> None:
+    part[name] = part[name].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    "part, name",
+    [("model", "blocks.0.mlp.expand.weight"), ("adam", "head.weight.exp_avg"), ("muon", "0")],
+    ids=["model", "adam", "muon"],
+)
+@pytest.mark.parametrize("damage", [halve, remove, as_int8])
+def test_a_checkpoint_that_does_not_fit_is_refused(after_four, train_here, part, name, damage):
+    path = checkpoint(after_four, 4)
+    saved = load(path)
+    damage(saved["state"][part], name)
+    torch.save(saved, path)
+    code, _, err = train_here(after_four, "--resume=latest")
+    message = f"the checkpoint's {part} {name} does not fit this model"
+    assert code == 2 and is_one_line(err, message) and last_line(after_four) == f"ended: {message}"
+
+
+def test_an_entry_that_the_model_lacks_is_refused(after_four, train_here):
+    path = checkpoint(after_four, 4)
+    saved = load(path)
+    saved["state"]["model"]["extra"] = torch.zeros(3)
+    torch.save(saved, path)
+    code, _, err = train_here(after_four, "--resume=latest")
+    assert code == 2 and is_one_line(err, "the checkpoint's model extra does not fit this model")
+
+
+def test_one_flipped_bit_in_a_checkpoint_is_noticed(after_four, train_here):
+    path = checkpoint(after_four, 4)
+    weight = load(path)["state"]["model"]["blocks.0.mlp.expand.weight"].numpy().tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(weight) + 100] ^= 4
+    path.write_bytes(content)
+    code, out, err = train_here(after_four, "--resume=latest")
+    assert (code, out) == (2, "") and is_one_line(err, "not a checkpoint, or a damaged one (wrong checksum in ")
+
+
+@pytest.mark.parametrize("field", ["settings", "run_id", "step", "position", "seconds", "state", "source", "data"])
+def test_a_checkpoint_without_one_of_its_fields_is_refused(after_four, train_here, field):
+    path = checkpoint(after_four, 4)
+    saved = load(path)
+    del saved[field]
+    torch.save(saved, path)
+    before = only_log(after_four).read_text()
+    code, out, err = train_here(after_four, "--resume=latest")
+    assert (code, out) == (2, "") and is_one_line(err, "not a checkpoint, or a damaged one")
+    assert only_log(after_four).read_text() == before
+
+
+def test_a_checkpoint_of_another_script_is_refused_with_the_settings_that_differ(after_four, train_here):
+    path = checkpoint(after_four, 4)
+    saved = load(path)
+    settings = {name: value for name, value in saved["settings"].items() if name != "seed"} | dict(piece_length=0)
+    torch.save(saved | dict(settings=settings), path)
+    code, _, err = train_here(after_four, "--resume=latest")
+    assert code == 2 and is_one_line(err, "another script's checkpoint: it differs in piece_length, seed")
+
+
+def test_the_run_id_in_a_checkpoint_cannot_lead_out_of_the_folders(after_four, train_here):
+    path = checkpoint(after_four, 4)
+    torch.save(load(path) | dict(run_id="../../elsewhere"), path)
+    files = sorted(after_four.parent.rglob("*"))
+    code, _, err = train_here(after_four, "--resume=latest")
+    assert code == 2 and is_one_line(err, "not a checkpoint") and sorted(after_four.parent.rglob("*")) == files
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 not a checkpoint", "half"], ids=["empty", "other", "half"])
+def test_what_is_no_checkpoint_is_refused_in_one_line(after_four, train_here, content):
+    whole = checkpoint(after_four, 4).read_bytes()
+    (after_four / "it.pt").write_bytes(whole[: len(whole) // 2] if content == "half" else content)
+    code, out, err = train_here(after_four, "--resume=it.pt")
+    assert (code, out) == (2, "") and is_one_line(err, "--resume it.pt: not a checkpoint, or a damaged one")
 
 
 def test_a_strangers_checkpoint_runs_no_code(folder, train_here):
@@ -290,34 +284,70 @@ def test_a_strangers_checkpoint_runs_no_code(folder, train_here):
             return open, (str(folder / "was here"), "w")
 
     torch.save(dict(settings=Mine()), folder / "it.pt")
-    assert train_here(folder, resume="it.pt", resume_anyway=True)[0] == 2
+    assert train_here(folder, "--resume=it.pt")[0] == 2
     assert not (folder / "was here").exists()
 
 
-def test_latest_is_the_newest_of_all_runs_and_without_one_the_run_starts_afresh(folder, train_here):
-    assert "step:1/8" in train_here(folder, resume="latest", seed=1)[1]
-    shutil.move(folder / "checkpoints", folder / "first")
-    assert "step:1/8" in train_here(folder, resume="latest", seed=2)[1]
-    shutil.copytree(folder / "first", folder / "checkpoints", dirs_exist_ok=True)  # older, whatever their names
-    out = train_here(folder, resume="latest", seed=2)[1]
+def test_latest_is_of_the_run_that_saved_last_and_without_one_a_run_starts(folder, train_here):
+    for seed in (1, 2):
+        assert "step:1/8" in train_here(folder, **RUN | dict(checkpoint_dir=f"{seed}"), resume="latest", seed=seed)[1]
+    for seed in (2, 1):  # the older is copied last: its files keep their times
+        shutil.copytree(folder / f"{seed}", folder / "checkpoints", dirs_exist_ok=True)
+    out = train_here(folder, "--resume=latest")[1]
     assert "resumed at step 8" in out and "train_loss" not in out and "val_loss" in out
+    assert checkpoint(folder, 8, "2").parent.name in out
 
 
-class Silence:
-    def note(self, text: str) -> None:
-        self.last = text
+def test_checkpoints_are_ordered_by_step_whatever_the_clock_says(after_four, train_here):
+    future = time.time() + 3600
+    os.utime(checkpoint(after_four, 4), (future, future))
+    assert train_here(after_four, "--resume=latest", "--save_every=1")[0] == 0
+    kept = sorted(path.name for path in after_four.glob("checkpoints/*/*"))
+    assert kept == ["step_000007.pt", "step_000008.pt"]
+    os.utime(checkpoint(after_four, 7), (future, future))
+    assert "resumed at step 8" in train_here(after_four, "--resume=latest")[1]
 
 
-def test_the_last_two_checkpoints_are_kept_and_nothing_of_an_interrupted_one(tmp_path):
-    checkpoints, log = Checkpoints(tmp_path, log := Silence(), "none"), log
-    (tmp_path / "unfinished.tmp").write_bytes(b"what a kill has left")
-    names = []
-    for step in (5, 999_999, 1_000_000, 3):  # the last after going back to an earlier one
-        checkpoints.save(dict(step=step, state=torch.full((3,), step)))
-        names.append(f"step_{step:06d}.pt")
-        assert {path.name for path in tmp_path.iterdir()} == set(names[-2:])
-        assert load(tmp_path / names[-1])["step"] == step
-    assert log.last == f"saved {tmp_path / names[-1]}"
+def test_the_last_two_checkpoints_are_kept_and_nothing_of_an_interrupted_one(after_four, train_here):
+    (checkpoint(after_four, 4).parent / "left.tmp").write_bytes(b"what a kill has left")
+    code, out, _ = train_here(after_four, "--resume=latest", "--save_every=2")
+    assert code == 0 and out.count("saved; to go on from here: --resume checkpoints/") == 2
+    assert sorted(path.name for path in after_four.glob("checkpoints/*/*")) == ["step_000006.pt", "step_000008.pt"]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Two writers of one run
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_writer_of_a_run_is_refused_and_the_first_goes_on(folder):
+    with Started(folder, tiny_flags(**LONG, save_every=2)) as run:
+        run.wait_for("saved; ")
+        second = run_script(["--resume=latest"], folder)
+        assert second.returncode == 2 and is_one_line(second.stderr, "another process writes this run's log")
+        steps = run.out.count("train_loss")
+        wait_until(lambda: run.out.count("train_loss") > steps)
+        run.signal(signal.SIGTERM)
+        assert run.exit_code() == 143
+    losses = re.findall(r"^step:(\d+)/\d+ train_loss", only_log(folder).read_text(), re.MULTILINE)
+    assert losses == [str(step) for step in range(1, len(losses) + 1)]
+
+
+def test_ranks_whose_torchrun_was_killed_end_by_themselves_and_a_new_job_goes_on(folder):
+    with Started(folder, tiny_flags(**LONG, save_every=5), processes=2) as run:
+        run.wait_for("saved; ")
+        ranks = run.ranks()
+        run.signal(signal.SIGKILL)
+        run.exit_code()
+        wait_until(lambda: not any(alive(pid) for pid in ranks.values()), 60)
+        assert len(ranks) == 2 and last_line(folder) == "ended: torchrun is gone"
+    (saved,) = [max(folder.glob("checkpoints/*/*.pt"))]
+    steps = len(train_losses(only_log(folder).read_text()))
+    assert load(saved)["step"] == steps, "the last step was saved"
+    with Started(folder, ["--resume=latest"], processes=2) as run:
+        run.wait_for(f"step:{steps + 1}/")
+    losses = re.findall(r"^step:(\d+)/\d+ train_loss", only_log(folder).read_text(), re.MULTILINE)
+    assert losses == [str(step) for step in range(1, len(losses) + 1)]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -325,51 +355,83 @@ def test_the_last_two_checkpoints_are_kept_and_nothing_of_an_interrupted_one(tmp
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count, target, number, code", [
-    (1, 0, signal.SIGTERM, 143), (1, 0, signal.SIGINT, 130), (3, 1, signal.SIGTERM, 143), (2, None, signal.SIGINT, 130),
-], ids=["SIGTERM", "Ctrl-C", "SIGTERM to one of three", "Ctrl-C to all"])
-def test_a_signal_ends_every_rank_after_the_step_with_a_checkpoint_and_a_line(folder, count, target, number, code):
-    with Ranks(folder, count, flags(**LONG | dict(save_every=10**6))) as ranks:
-        ranks.wait_for("step:2/")
-        for process in ranks.processes if target is None else [ranks.processes[target]]:
-            process.send_signal(number)
-        assert ranks.exit_codes() == [code] * count
-        assert ranks.errors() == ""
-    step = len(train_losses(only_log(folder)))
-    (saved,) = folder.glob("checkpoints/*/*")
-    assert load(saved)["step"] == step
-    assert only_log(folder).endswith(f"stopped after step {step} by {signal.Signals(number).name}; "
-                                     f"last checkpoint: {saved.relative_to(folder)}\n")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_ends_a_run_after_the_step_with_a_checkpoint_even_without_save_every(folder, name):
+    number = signal.Signals[name]
+    with Started(folder, tiny_flags(**LONG)) as run:
+        run.wait_for("step:2/").signal(number)
+        assert (run.exit_code(), run.err) == (128 + number, "")
+    *_, step, saved, ended = only_log(folder).read_text().splitlines()
+    (path,) = folder.glob("checkpoints/*/*")
+    assert ended == f"ended: {name}" and saved.endswith(f"--resume {path.relative_to(folder)}")
+    assert step.startswith(f"step:{load(path)['step']}/100000 train_loss")
 
 
-def test_a_signal_before_the_first_step_ends_the_run_at_once_with_a_line(folder):
-    with Ranks(folder, 1, flags(**LONG | dict(warmup_steps=10**6))) as ranks:
-        ranks.wait_for("log: ")
-        time.sleep(1)
-        ranks.processes[0].send_signal(signal.SIGTERM)
-        assert ranks.exit_codes() == [143] and ranks.errors() == ""
-    assert only_log(folder).endswith("=\nstopped by SIGTERM before the first step\n")
+def test_a_run_under_nohup_outlives_its_terminal(folder):
+    how = dict(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    with Started(folder, tiny_flags(**LONG), **how) as run:
+        run.wait_for("step:2/").signal(signal.SIGHUP)
+        steps = run.out.count("train_loss")
+        wait_until(lambda: run.out.count("train_loss") > steps + 5)
+        run.signal(signal.SIGTERM)
+        assert run.exit_code() == 143
 
 
-def test_without_saving_a_signal_leaves_a_line_and_no_checkpoint(folder):
-    with Ranks(folder, 1, flags(**LONG | dict(save_every=0))) as ranks:
-        ranks.wait_for("step:2/")
-        ranks.processes[0].send_signal(signal.SIGINT)
-        assert ranks.exit_codes() == [130]
-    assert re.search(r"stopped after step \d+ by SIGINT; last checkpoint: none\n$", only_log(folder))
-    assert not (folder / "checkpoints").exists()
+def test_a_run_that_was_started_to_ignore_ctrl_c_ignores_it(folder):
+    """As a script starts what it runs in the background."""
+    how = dict(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    with Started(folder, tiny_flags(**LONG), **how) as run:
+        run.wait_for("step:2/").signal(signal.SIGINT)
+        steps = run.out.count("train_loss")
+        wait_until(lambda: run.out.count("train_loss") > steps + 5 or run.process.poll() is not None)
+        assert run.process.poll() is None
 
 
-def test_torchrun_passes_a_signal_on_and_the_ranks_add_no_traceback(folder):
-    with torchrun(folder, 2, *flags(**LONG)) as run:
-        wait_until(lambda: "step:2/" in (folder / "out").read_text())
-        run.send_signal(signal.SIGTERM)
-        assert run.wait(100) != 0
-    assert "stopped after step" in only_log(folder).splitlines()[-1]
-    assert list(folder.glob("checkpoints/*/*.pt"))
-    errors = (folder / "err").read_text()
-    assert "train_gpt" not in errors and errors.count("Traceback") == 1  # torchrun's own
-    assert "SIGKILL" not in errors
+def test_a_signal_before_the_first_step_ends_the_run_at_once(folder):
+    with Started(folder, tiny_flags(**LONG, kernel_warmup_steps=1000)) as run:
+        run.wait_for("100000 steps of").signal(signal.SIGTERM)
+        assert (run.exit_code(), run.err) == (143, "")
+    assert last_line(folder) == "ended: SIGTERM" and "train_loss" not in run.out
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(folder):
+    write_shard(folder / "data/tiny_val_000000.bin", made_up_tokens(2_000_001, seed=9))  # minutes of validation
+    with Started(folder, tiny_flags(num_iterations=2, val_tokens=256 * 7800)) as run:
+        run.wait_for("step:2/2 train_loss")
+        run.signal(signal.SIGINT)
+        time.sleep(1.5)
+        assert run.process.poll() is None, "the first one lets the validation finish"
+        run.signal(signal.SIGINT)
+        assert (run.exit_code(20), run.err) == (130, "")
+    assert last_line(folder) == "ended: SIGINT" and "val_loss" not in run.out
+
+
+def test_ctrl_c_ends_the_wait_for_a_process_that_never_comes(folder):
+    place = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    with Started(folder, tiny_flags(), env=ONE_THREAD | place) as run:
+        wait_until(lambda: f":{int(place['MASTER_PORT']):04X} " in Path("/proc/net/tcp6").read_text())  # it listens
+        time.sleep(0.5)
+        run.signal(signal.SIGINT)
+        assert run.exit_code(20) == -signal.SIGINT
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(folder):
+    with Started(folder, tiny_flags(**LONG), processes=3) as run:
+        run.wait_for("step:2/")
+        os.kill(run.ranks()[1], signal.SIGTERM)
+        assert run.exit_code() != 0
+    assert last_line(folder) in ("ended: another process stopped", "ended: SIGTERM")
+    (path,) = folder.glob("checkpoints/*/*.pt")
+    assert load(path)["step"] == len(train_losses(only_log(folder).read_text()))
+    assert "train_gpt: " not in run.err and 'train_gpt.py", line' not in run.err
+
+
+def test_torchrun_passes_a_signal_on(folder):
+    with Started(folder, tiny_flags(**LONG), processes=2) as run:
+        run.wait_for("step:2/").signal(signal.SIGTERM)
+        assert run.exit_code() != 0
+    assert last_line(folder) == "ended: SIGTERM" and len(list(folder.glob("checkpoints/*/*.pt"))) == 1
+    assert 'train_gpt.py", line' not in run.err and "SIGKILL" not in run.err
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -378,66 +440,79 @@ def test_torchrun_passes_a_signal_on_and_the_ranks_add_no_traceback(folder):
 
 
 def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_happened(reference, folder):
-    with torchrun(folder, 2, *flags(**RUN | dict(save_every=1, resume="latest")), restarts=3) as run:
+    arguments = tiny_flags(**RUN | dict(save_every=1, num_iterations=8), resume="latest")
+    with Started(folder, arguments, processes=2, restarts=3) as run:
         wait_until(lambda: list(folder.glob("checkpoints/*/step_000003.pt")))
-        os.kill(ranks_of(run)[1], signal.SIGKILL)
-        assert run.wait(200) == 0, (folder / "err").read_text()
-    assert differing_bits(checkpoint(folder, 8), checkpoint(reference(2), 8)) == []
-    losses = [dict(re.findall(r"^step:(\d+)/8 train_loss:(\S+)", only_log(where), re.MULTILINE))
-              for where in (folder, reference(2))]
+        os.kill(run.ranks()[1], signal.SIGKILL)
+        assert run.exit_code() == 0, run.err
+    assert differences(checkpoint(folder, 8), checkpoint(reference(2), 8)) == []
+    losses = [
+        dict(re.findall(r"^step:(\d+)/8 train_loss:(\S+)", only_log(where).read_text(), re.MULTILINE))
+        for where in (folder, reference(2))
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 8
-    assert "(exitcode: -9) local_rank: 1" in (folder / "err").read_text()
-    assert "train_gpt.py\", line" not in (folder / "err").read_text()
 
 
-def test_a_hung_rank_ends_the_job_and_is_named(folder):
-    with torchrun(folder, 3, *flags(**LONG | dict(collective_timeout=8, save_every=0))) as run:
-        wait_until(lambda: "step:2/" in (folder / "out").read_text())
-        hung = ranks_of(run)[1]
+def test_a_hung_rank_ends_the_job(folder):
+    with Started(folder, tiny_flags(**LONG, timeout=5), processes=2) as run:
+        run.wait_for("step:2/")
+        hung = run.ranks()[1]
         os.kill(hung, signal.SIGSTOP)
-        wait_until(lambda: "no answer from" in (folder / "err").read_text(), 60)
+        wait_until(lambda: last_line(folder).startswith("ended: "), 60)
         os.kill(hung, signal.SIGKILL)  # torchrun would do it after 30 s
-        assert run.wait(60) != 0
-    errors = (folder / "err").read_text()
-    assert "train_gpt: no answer from rank 1 within" in errors and "train_gpt.py\", line" not in errors
+        assert run.exit_code(60) != 0
 
 
-def test_a_rank_that_fails_is_named_and_the_others_end_without_a_traceback(folder):
-    fails = (f"import sys\n"
-             f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-             "import train_gpt\n"
-             "def update(self):\n"
-             "    raise ZeroDivisionError('of this rank alone')\n"
-             "if train_gpt.find_place().rank == 1:\n"
-             "    train_gpt.Trainer.update = update\n"
-             "train_gpt.os._exit(train_gpt.main())\n")
-    with Ranks(folder, 3, flags(**LONG), command=("-c", fails)) as ranks:
-        assert ranks.exit_codes() == [1, 1, 1]
-    assert ranks.errors().count("Traceback") == 1
-    assert "train_gpt: rank 1 failed:" in ranks.errors() and "of this rank alone" in ranks.errors()
+@pytest.mark.parametrize(
+    "error, code, ending",
+    [
+        (ZeroDivisionError("of a\nfork"), 1, "ended: ZeroDivisionError: of a fork"),
+        (torch.OutOfMemoryError("CUDA"), 2, "ended: out of memory: halve --sequence_length and double"),
+        (OSError(5, "Input/output error"), 2, "ended: [Errno 5] Input/output error"),
+    ],
+    ids=["a bug", "out of memory", "input and output"],
+)
+def test_whatever_ends_a_run_is_the_last_line_of_its_log(folder, train_here, monkeypatch, error, code, ending):
+    def fails(self, step):
+        raise error
+
+    monkeypatch.setattr(Trainer, "update", fails)
+    actual, _, err = train_here(folder)
+    assert actual == code and last_line(folder).startswith(ending)
+    assert ("Traceback" in err and "in fails" in err) if code == 1 else is_one_line(err, ending[7:])
 
 
-def test_a_loss_that_is_no_number_stops_all_ranks_at_that_step_and_names_the_last_good_checkpoint(reference, tmp_path):
-    folder = copy_of(reference(2), tmp_path)
-    checkpoint(folder, 8).unlink()
-    good = checkpoint(folder, 4)
-    poison = RUN | dict(resume="latest", resume_anyway=True, muon_lr=1e12, scalar_lr=1e12, save_every=1)
-    with Ranks(folder, 2, flags(**poison)) as ranks:
-        assert ranks.exit_codes() == [1, 1] and ranks.errors() == ""
-    message = only_log(folder).splitlines()[-1]
-    assert re.match(r"stopped at step 6: the loss is (nan|inf); learning rates 0\.45, 0\.006, 7\.5e\+11; ", message)
-    assert message.endswith(f"last good checkpoint: {good.relative_to(folder)}")
-    # Step 5 was saved with weights that give no number: it is set aside, and latest finds the good one.
-    assert [path.name for path in sorted(good.parent.iterdir())] == ["step_000004.pt", "step_000005.bad"]
+def test_a_loss_that_is_no_number_stops_the_run_and_the_last_good_checkpoint_stays(after_four, train_here):
+    path = checkpoint(after_four, 4)
+    saved = load(path)
+    saved["state"]["model"]["skip_weights"][:] = math.inf
+    torch.save(saved, path)
+    content = path.read_bytes()
+    code, out, err = train_here(after_four, "--resume=latest", "--save_every=1")
+    assert code == 1 and "Traceback" not in err and "train_loss" not in out
+    assert re.match(r"ended: the loss of step 5 is (nan|inf): lower the learning rates", last_line(after_four))
+    assert path.read_bytes() == content and not list(after_four.glob("checkpoints/*/step_000005.pt"))
 
 
-def test_a_validation_loss_that_is_no_number_stops_the_run(reference, tmp_path, train_here):
-    folder = copy_of(reference(1), tmp_path)
-    poisoned = load(checkpoint(folder, 8))
-    poisoned["state"]["model"]["embedding.weight"][:] = math.nan
-    torch.save(poisoned, checkpoint(folder, 8))
-    code, out, _ = train_here(folder, resume="latest")
-    assert code == 1 and "stopped at step 8: the loss is nan" in out and "target" not in out
+def test_weights_that_are_no_numbers_are_not_saved(after_four, train_here):
+    path = checkpoint(after_four, 4)
+    saved = load(path)
+    saved["state"]["adam"]["skip_weights.exp_avg"][:] = math.nan
+    torch.save(saved, path)
+    code, out, err = train_here(after_four, "--resume=latest", "--save_every=1")
+    assert code == 1 and "Traceback" not in err and "step:5/8 train_loss" in out
+    assert last_line(after_four).startswith("ended: a weight is not finite: lower the learning rates")
+    assert [found.name for found in path.parent.glob("step_*")] == ["step_000004.pt"]
+
+
+def test_a_validation_loss_that_is_no_number_reaches_no_target(reference, tmp_path, train_here):
+    folder = Path(shutil.copytree(reference(1), tmp_path, dirs_exist_ok=True))
+    path = checkpoint(folder, 8)
+    saved = load(path)
+    saved["state"]["model"]["embedding.weight"][:] = math.nan
+    torch.save(saved, path)
+    code, out, _ = train_here(folder, "--resume=latest", "--target_loss=9")
+    assert code != 0 or "target 9.0 not reached" in out
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -445,214 +520,72 @@ def test_a_validation_loss_that_is_no_number_stops_the_run(reference, tmp_path, 
 # ----------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_stops_neither_the_run_nor_harms_the_last_checkpoint(reference, tmp_path):
-    folder = copy_of(reference(1), tmp_path)
-    checkpoint(folder, 8).unlink()
-    (log,) = folder.glob("logs/*.txt")
-    good, full_at = checkpoint(folder, 4).read_bytes(), log.stat().st_size + 200
+def test_a_full_disk_stops_neither_the_run_nor_harms_the_last_checkpoint(reference, after_four):
+    (log,) = after_four.glob("logs/*.txt")
+    good, full_at = checkpoint(after_four, 4).read_bytes(), log.stat().st_size + 500
 
     def full_disk():  # no file may grow past this size: the log soon cannot, a checkpoint never could
         resource.setrlimit(resource.RLIMIT_FSIZE, (full_at, full_at))
 
-    with Ranks(folder, 1, flags(**RUN | dict(resume="latest", save_every=1)), preexec_fn=full_disk) as ranks:
-        assert ranks.exit_codes() == [0] and ranks.errors() == ""
-    out = ranks.output(0)
-    assert out.count("the log cannot be written, the run goes on: file too large") == 1
-    assert out.count("no checkpoint at step") == 4 and "no checkpoint at step 8, the run goes on: " in out
-    assert train_losses(out) == train_losses(only_log(reference(1)))[4:8]
+    with Started(after_four, ["--resume=latest", "--save_every=1"], preexec_fn=full_disk) as run:
+        assert (run.exit_code(), run.err) == (1, ""), "a log that lacks lines is no success"
+    assert run.out.splitlines()[-1] == "ended: finished, but this log lacks lines: full disk"
+    assert run.out.count("no checkpoint at step") == 4
+    assert "no checkpoint at step 8, the run goes on: [Errno 27] File too large" in run.out
+    assert train_losses(run.out) == train_losses(only_log(reference(1)).read_text())[4:8]
     assert log.stat().st_size == full_at
-    assert [path.name for path in checkpoint(folder, 4).parent.iterdir()] == ["step_000004.pt"]
-    assert checkpoint(folder, 4).read_bytes() == good
+    assert not list(after_four.glob("checkpoints/*/*-*.tmp")) and not list(
+        after_four.glob("checkpoints/*/step_000008.pt")
+    )
+    assert checkpoint(after_four, 4).read_bytes() == good
 
 
-def test_a_log_catches_up_once_there_is_room_again(tmp_path):
-    class Disk:
-        """Takes so many bytes, as a nearly full disk does, and then no more."""
-        room, content = 0, b""
-
-        def write(self, content: bytes) -> int:
-            taken = content[:self.room]
-            if not taken:
-                raise OSError(28, "No space left on device")
-            self.content, self.room = self.content + taken, self.room - len(taken)
-            return len(taken)
-
-    log = RunLog(World(0, 1, 0, torch.device("cpu")), tmp_path / "log.txt", "header\n")
-    log.file, said = Disk(), []
-    log.say = said.append
-    for line, room in ("one", 100), ("two", 0), ("three", 4), ("four", 0), ("five", 100), ("six", 1), ("seven", 50):
-        log.file.room = room
-        log.write(line)
-    assert log.file.content == b"one\ntwo\nthree\nfour\nfive\nsix\nseven\n"
-    assert said == ["the log cannot be written, the run goes on: no space left on device"] * 2  # once each time
-
-
-def test_a_console_that_takes_nothing_more_does_not_stop_the_run(folder):
-    with open("/dev/full", "w") as full:
-        result = subprocess.run([sys.executable, str(SCRIPT), *flags(**RUN)], cwd=folder, stdout=full, timeout=200,
-                                stderr=subprocess.PIPE, text=True, env=ONE_THREAD)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert len(train_losses(only_log(folder))) == 8 and "peak memory" in only_log(folder)
-
-
-def test_a_log_that_cannot_even_be_started_is_one_line_and_leaves_nothing(folder, train_here):
-    (folder / "logs").write_text("a file where the folder should be")
-    code, out, err = train_here(folder)
-    assert code == 2 and err.count("\n") == 1 and "cannot be written: file exists" in err and out == ""
-    assert not (folder / "checkpoints").exists()
+def test_a_torn_last_line_of_the_log_stays_alone(after_four, train_here):
+    with open(only_log(after_four), "a") as log:
+        log.write("\nstep:5/8 train_lo")
+    before = only_log(after_four).read_text()
+    assert train_here(after_four, "--resume=latest")[0] == 0
+    assert re.match("1 x .*; float32, eager$", added(after_four, before)[0])
 
 
 # ----------------------------------------------------------------------------------------------------
-# Bad shards
+# Shards that change during a run
 # ----------------------------------------------------------------------------------------------------
 
-VOCABULARY = 257
-many = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
-extremes = st.sampled_from([0, 1, -1, 2, 255, 256, 2**15, 2**30, 2**31 - 1, -2**31, 20240520, 20240521])
 
-
-def good_bytes(count: int) -> bytes:
-    tokens = (i % VOCABULARY for i in range(count))
-    return struct.pack("<iii", 20240520, 1, count) + bytes(1012) + struct.pack(f"<{count}H", *tokens)
-
-
-@st.composite
-def damaged_shards(draw) -> bytes:
-    """Files as they come out of broken downloads, wrong programs and bad luck; some of them are still good."""
-    content = bytearray(good_bytes(draw(st.integers(0, 600))))
-    kind = draw(st.sampled_from(["noise", "truncated", "header", "grown", "bit", "token"]))
-    if kind == "noise":
-        return draw(st.binary(max_size=3000))
-    if kind == "truncated":
-        return bytes(content[:draw(st.integers(0, len(content)))])
-    if kind == "header":
-        field = draw(st.integers(0, 3))
-        content[4 * field:4 * field + 4] = struct.pack("<i", draw(extremes | st.integers(-2**31, 2**31 - 1)))
-    if kind == "grown":
-        content += draw(st.binary(min_size=1, max_size=40))
-    if kind == "bit":
-        content[draw(st.integers(0, len(content) - 1))] ^= 1 << draw(st.integers(0, 7))
-    if kind == "token" and len(content) > 1026:
-        content[1024:1026] = struct.pack("<H", draw(st.sampled_from([256, 257, 258]) | st.integers(0, 65535)))
-    return bytes(content)
-
-
-def tokens_by_hand(content: bytes) -> list[int] | None:
-    """What a shard of these bytes holds, or None if it is none: written from the format's description."""
-    if len(content) < 1024 or struct.unpack("<ii", content[:8]) != (20240520, 1):
-        return None
-    (count,) = struct.unpack("<i", content[8:12])
-    if count < 1 or len(content) != 1024 + 2 * count:
-        return None
-    tokens = [content[i] + 256 * content[i + 1] for i in range(1024, len(content), 2)]
-    return tokens if max(tokens) < VOCABULARY else None
-
-
-@many
-@given(damaged_shards())
-def test_a_bad_shard_is_one_clear_line_and_a_good_one_is_read_right(content):
-    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
-        file.write(content)
-        file.flush()
-        expected = tokens_by_hand(content)
-        try:
-            shard = Shard(file.name, VOCABULARY)
-        except UserError as error:
-            assert expected is None and file.name in str(error) and "\n" not in str(error)
+@pytest.mark.parametrize("change", ["shrinks", "grows", "is deleted"])
+def test_a_shard_that_changes_ends_the_run_with_a_line_and_the_last_step_saved(folder, change):
+    path = folder / "data/tiny_train_000002.bin"
+    with Started(folder, tiny_flags(**LONG)) as run:
+        run.wait_for("step:2/")
+        if change == "is deleted":
+            path.unlink()
         else:
-            assert expected == shard.tokens.tolist()
-            if len(expected) > 1:
-                inputs, targets = shard.sequence(0, len(expected) - 1)
-                assert inputs.tolist() == expected[:-1] and targets.tolist() == expected[1:]
+            os.truncate(path, 2000 if change == "shrinks" else 20_000)
+        assert run.exit_code() == 2 and is_one_line(run.err, "data/tiny_train_000002.bin")
+    assert "data/tiny_train_000002.bin" in last_line(folder) and last_line(folder).startswith("ended: ")
+    (saved,) = folder.glob("checkpoints/*/*.pt")
+    assert load(saved)["step"] == len(train_losses(only_log(folder).read_text()))
 
 
-def change(path: Path, how: str, amount: int) -> None:
-    """What may happen to a file that another program has open."""
-    if how == "truncated":
-        os.truncate(path, amount % path.stat().st_size)
-    elif how == "grown":
-        with open(path, "ab") as file:
-            file.write(bytes(1 + amount))
-    elif how == "overwritten":
-        path.write_bytes(good_bytes(500)[:1024] + bytes(1000))
-    elif how == "replaced":
-        path.with_suffix(".new").write_bytes(bytes(amount))
-        path.with_suffix(".new").replace(path)
-    elif how == "deleted":
-        path.unlink()
+def test_bad_data_that_only_one_process_meets_is_told_once_and_is_in_the_log(folder):
+    tokens = made_up_tokens(4_500, seed=1)
+    tokens[2 * 1024 + 256 + 100] = 999  # third step, second sequence: rank 1 reads it, rank 0 does not
+    write_shard(folder / "data/tiny_train_000001.bin", tokens)
+    result = run_script(tiny_flags(**LONG), folder, processes=2)
+    reason = "data/tiny_train_000001.bin: token 999 is outside the vocabulary of 257"
+    assert result.stderr.count(f"train_gpt: {reason}\n") == 1 and 'train_gpt.py", line' not in result.stderr
+    assert last_line(folder) == f"ended: {reason}"
+    (saved,) = folder.glob("checkpoints/*/*.pt")
+    assert load(saved)["step"] == len(train_losses(only_log(folder).read_text())) == 2
 
 
-class ChangedInTheMiddle:
-    """Tokens that another program changes at the very moment when they are read."""
-
-    def __init__(self, tokens: np.ndarray, path: Path, how: str, amount: int):
-        self.tokens, self.change = tokens, lambda: change(path, how, amount)
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        self.change()
-        return self.tokens[part]
-
-
-@many
-@given(st.sampled_from(["truncated", "grown", "overwritten", "replaced", "deleted"]), st.integers(0, 3000),
-       st.integers(0, 400), st.booleans())
-def test_a_shard_that_changes_while_mapped_gives_an_error_or_the_tokens_it_had(how, amount, start, in_the_middle):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "shard.bin"
-        path.write_bytes(good_bytes(500))
-        os.utime(path, (1e9, 1e9))  # not written within the file system's clock tick
-        shard = Shard(str(path), VOCABULARY)
-        if in_the_middle and how != "truncated":
-            shard.tokens = ChangedInTheMiddle(shard.tokens, path, how, amount)
-        else:
-            change(path, how, amount)
-        try:
-            inputs, targets = shard.sequence(start, 99)
-        except UserError as error:
-            assert how in ("truncated", "grown", "overwritten") and "was changed while it was in use" in str(error)
-        else:
-            assert how in ("replaced", "deleted")
-            assert inputs.tolist() == [i % 257 for i in range(start, start + 99)]
-            assert targets.tolist() == [i % 257 for i in range(start + 1, start + 100)]
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(damaged_shards(), st.sampled_from(["from the start", "when it is reached"]))
-def test_no_batch_ever_comes_from_a_bad_shard(content, damaged):
-    tiny = Hyperparameters(vocab_size=257, document_token=256, sequence_length=128, batch_sequences=1, train_files="x")
-    with tempfile.TemporaryDirectory() as folder:
-        first, second = Path(folder) / "1.bin", Path(folder) / "2.bin"
-        first.write_bytes(good_bytes(300))
-        second.write_bytes(content if damaged == "from the start" else good_bytes(300))
-        loader = Loader([str(first), str(second)], tiny, World(0, 1, 0, torch.device("cpu")))
-        second.write_bytes(content)
-        stream = [tokens_by_hand(good_bytes(300)), tokens_by_hand(content)]
-        allowed = [tokens[i:i + 128] for tokens in stream if tokens for i in range(0, len(tokens) - 128, 128)]
-        try:
-            for _ in range(8):
-                ((inputs, _),) = loader.next_batch(lambda text: None)
-                assert inputs.tolist() in allowed
-        except UserError:
-            assert stream[1] is None or damaged == "when it is reached"
-        else:
-            assert stream[1] is not None
-        finally:
-            loader.reader.shutdown()
-
-
-def test_shards_that_cannot_be_read_are_one_line(folder, train_here):
-    (folder / "train_2.bin").unlink()
-    (folder / "train_2.bin").symlink_to("nowhere.bin")
-    code, out, err = train_here(folder)
-    assert (code, out) == (2, "") and err == "train_gpt: train_2.bin: no such file or directory\n"
-    assert not (folder / "logs").exists()
-
-
-def test_every_setting_is_either_free_or_compared(reference):
-    """A checkpoint holds all settings, so that a resumed run cannot differ from it without a word."""
-    saved = load(checkpoint(reference(1), 8))
-    assert saved["settings"].keys() == {field.name for field in train_gpt.fields(Hyperparameters)}
-    assert saved["settings"].keys() > train_gpt.FREE_SETTINGS
-    assert {"run_id", "source", "data", "step", "train_time", "loader", "state"} < saved.keys()
-    assert saved["source"] == SCRIPT.read_text() and json.loads(json.dumps(saved["data"])) == saved["data"]
-    assert np.prod(saved["state"]["random"].shape) > 1000
+def test_a_validation_shard_that_shrinks_ends_the_run_with_a_line(folder):
+    with Started(folder, tiny_flags(**LONG, val_loss_every=20)) as run:
+        run.wait_for("step:2/")
+        os.truncate(folder / "data/tiny_val_000000.bin", 1500)
+        assert run.exit_code() == 2 and is_one_line(
+            run.err, "tiny_val_000000.bin: its size changed while it was in use"
+        )
+    assert last_line(folder).startswith("ended: data/tiny_val_000000.bin: its size changed")
+    assert np.isfinite(train_losses(only_log(folder).read_text())).all()

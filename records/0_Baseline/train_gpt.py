@@ -40,7 +40,7 @@ except ImportError as error:
     sys.exit(f"train_gpt: {error}: use ./run.sh, or activate the environment that it made: . .venv/bin/activate")
 
 # ---- Settings: the 8xH100 record's values, and the CPU track's where they differ -------------------------------------
-ANY = "True"  # the rule of a setting that may have every value
+ANY = "True"  # the rule of a setting that may have any value
 
 
 class UserError(Exception):
@@ -48,13 +48,12 @@ class UserError(Exception):
 
 
 def setting(default, meaning: str, rule: tuple | str, cpu=None, free: bool = False):
-    """All about one setting. `rule`: its range, or what must hold. A resumed run may change it only if it is free."""
+    """All about one setting. `rule` is its range, or what must hold. A resumed run may change it only if it is free."""
     return field(default=default, metadata=dict(meaning=meaning, rule=rule, cpu=cpu, free=free))
 
 
 @dataclass(frozen=True)
 class Settings:
-    # data, model and batch
     train_files: str = setting("data/fineweb10B/*train*.bin", "training data", ANY, "data/embedded/*train*.bin", True)
     val_files: str = setting("data/fineweb10B/*val*.bin", "validation data", ANY, "data/embedded/*val*.bin", True)
     vocab_size: int = setting(50257, "number of different tokens", (1, 65536), cpu=257)
@@ -67,7 +66,7 @@ class Settings:
     )
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
     # optimization and validation
-    num_iterations: int = setting(19073, "training steps", (1, 999_999), cpu=6700)
+    num_iterations: int = setting(19073, "training steps", (1, 999_999), cpu=7000)
     lr_warmup: int = setting(256, "steps over which the learning rate grows", (0, 10**6), cpu=335)
     lr: float = setting(0.0018, "AdamW's learning rate", (0, 1e6), cpu=0.006)
     weight_decay: float = setting(0.1, "AdamW's decay of the matrices and tables", (0, 1e6))
@@ -75,20 +74,19 @@ class Settings:
     adam_beta2: float = setting(0.95, "Adam's decay of the mean squared gradient", (0, 0.99999))
     gradient_clip: float = setting(1.0, "largest norm of the gradient; 0: no limit", (0, 1e6))
     seed: int = setting(1, "seed of the initial weights", (0, 2**62))
-    val_tokens: int = setting(10485760, "to validate on", "val_tokens % sequence_length == 0", cpu=262144, free=True)
+    val_tokens: int = setting(10485760, "to validate on", "val_tokens % sequence_length == 0 < val_tokens", 2**18, True)
     val_loss_every: int = setting(125, "steps between validations; 0: only at the end", (0, 10**6), cpu=1000, free=True)
     target_loss: float = setting(3.28, "validation loss to reach; 0: none", (0, 1e6), cpu=1.04, free=True)
-    # machine and files
-    dtype: str = setting("auto", "of matrix products", "dtype in ('auto', 'bfloat16', 'float32')", free=True)
+    dtype: str = setting("auto", "dtype of matrix products", "dtype in ('auto', 'bfloat16', 'float32')", free=True)
     compile: bool = setting(True, "use torch.compile", ANY, cpu=False, free=True)
     max_autotune: bool = setting(False, "let Inductor try more kernels; takes many minutes more", ANY, free=True)
     recompute: bool = setting(False, "save memory: recompute cheap operations in the backward pass", ANY, free=True)
     kernel_warmup_steps: int = setting(10, "steps on made-up data before the clock starts", (1, 1000), cpu=1, free=True)
-    timeout: int = setting(600, "seconds to wait for another process", (1, 10**6), free=True)
+    collective_timeout: int = setting(600, "seconds to wait for another process", (1, 10**6), free=True)
     log_dir: str = setting("logs", "folder for logs", ANY, free=True)
     checkpoint_dir: str = setting("checkpoints", "folder for checkpoints", ANY, free=True)
-    save_every: int = setting(0, "steps between checkpoints; 0: none, else also the last step", (0, 10**6), 6700, True)
-    resume: str = setting("", "checkpoint to continue; latest: the newest, if there is one", ANY, free=True)
+    save_every: int = setting(0, "steps between checkpoints; 0: only when stopped", (0, 10**6), 10**6, True)
+    resume: str = setting("", "checkpoint to continue; latest: of the run that saved last, if any", ANY, free=True)
 
 
 def parse_flags(arguments: list[str]) -> dict:
@@ -110,15 +108,15 @@ def parse_flags(arguments: list[str]) -> dict:
 
 def make_settings(flags: dict, processes: int, on_gpu: bool, saved: dict | None = None) -> Settings:
     """A run's settings: the flags, over the track's values or over those of the checkpoint that the run continues."""
-    about = {f.name: f.metadata for f in fields(Settings)}
+    about, base = {f.name: f.metadata for f in fields(Settings)}, saved or {}
     if saved is None:
-        saved = {} if on_gpu else {name: about[name]["cpu"] for name in about if about[name]["cpu"] is not None}
-        saved |= {"target_loss": 0.0} if "val_files" in flags else {}  # the track's target is for the track's data
+        base = {} if on_gpu else {name: about[name]["cpu"] for name in about if about[name]["cpu"] is not None}
+        base |= {"target_loss": 0.0} if "val_files" in flags else {}  # the track's target is for the track's data
     elif about.keys() != saved.keys():
         raise UserError(f"another script's checkpoint: it differs in {', '.join(sorted(about.keys() ^ saved.keys()))}")
     elif fixed := [name for name in flags if not about[name]["free"] and flags[name] != saved[name]]:
         raise UserError(f"--{fixed[0]} {flags[fixed[0]]}: a resumed run cannot change it, it was {saved[fixed[0]]}")
-    s = Settings(**saved | flags)
+    s = Settings(**base | flags | {"resume": ""})  # of no use to a run that continues this one
     if s.dtype == "auto":  # bfloat16 where the hardware multiplies it faster than float32, as GPUs from sm_80 on do
         fast = on_gpu or any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
         s = replace(s, dtype="bfloat16" if fast else "float32")
@@ -126,7 +124,7 @@ def make_settings(flags: dict, processes: int, on_gpu: bool, saved: dict | None 
         rule = about[name]["rule"]
         rule = rule if isinstance(rule, str) else f"{rule[0]} <= {name} <= {rule[1]}"
         if not eval(rule, {**asdict(s), "processes": processes}):
-            raise UserError(f"--{name} {value}: must be such that {rule}")
+            raise UserError(f"--{name} {value}: this must hold: {rule}")
     return s
 
 
@@ -153,19 +151,20 @@ def join_world(timeout: int) -> World:
         world = World(rank, max(size, 1), local_rank, torch.device("cpu"))
         if not 0 <= rank < world.size:
             raise ValueError(f"RANK={rank} with WORLD_SIZE={size}")
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # if not, a GPU that cannot be used is an error
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # by the user; if not, an unusable GPU is an error
         if torch.cuda.is_available() or (not hidden and os.popen("nvidia-smi -L 2>/dev/null").read()):
             world = world._replace(device=torch.device("cuda", local_rank))
             torch.cuda.set_device(world.device)
             if torch.cuda.get_device_capability() < (8, 0):
                 raise ValueError(f"{torch.cuda.get_device_name()} has no bfloat16; sm_80 or newer is needed")
         if world.size > 1:
+            limit, attempt = timedelta(seconds=timeout), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=limit))[0])  # it outlives restarts
             backend, device = ("nccl", world.device) if world.on_gpu else ("gloo", None)
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
         return world
     except Exception as error:
-        hint = "torchrun starts one process per GPU; CUDA_VISIBLE_DEVICES='' trains on the CPU"
-        raise UserError(f"cannot start: {one_line(error)} ({hint})") from None
+        raise UserError(f"cannot start: {one_line(error)} (CUDA_VISIBLE_DEVICES='' trains on the CPU)") from None
 
 
 # ---- Data: memory-mapped shards of tokens, and the loader that deals out their sequences -----------------------------
@@ -176,8 +175,7 @@ class Shard:
         self.path, self.vocab_size = path, vocab_size
         header = np.fromfile(path, "<i4", 256) if os.path.isfile(path) else []
         if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
-            how = "data/cached_fineweb10B.py fetches FineWeb, data/embedded_corpus.py --text FOLDER takes your own text"
-            raise UserError(f"{path}: no token shard there; {how}")
+            raise UserError(f"{path}: no token shard; data/cached_fineweb10B.py and data/embedded_corpus.py make them")
         self.size = os.path.getsize(path)
         if header[2] < 1 or self.size != 1024 + 2 * int(header[2]):
             raise UserError(f"{path}: {self.size} bytes do not fit its {header[2]} tokens; fetch or make it again")
@@ -193,21 +191,18 @@ class Shard:
         return tokens
 
     def fingerprint(self) -> dict:
-        """What tells this shard from another: name, number of tokens, a hash of the first and the last MiB."""
-        ends = hashlib.sha256(self.tokens[: 2**19].tobytes() + self.tokens[-(2**19) :].tobytes())
+        ends = hashlib.sha256(self.tokens[: 2**19].tobytes() + self.tokens[-(2**19) :].tobytes())  # a MiB of each
         return dict(file=os.path.basename(self.path), tokens=len(self.tokens), sha256=ends.hexdigest())
 
 
 class DistributedDataLoader:
     """Deals out the token stream: a step takes the next `batch_sequences` sequences, sequence i goes to rank i % size.
-
-    So every number of processes trains on the same tokens in the same order. On a GPU each sequence is a micro-batch;
-    on a CPU a process's sequences go through one forward pass, side by side."""
+    So any number of processes trains on the same tokens. On a CPU, a process's sequences share one forward pass."""
 
     def __init__(self, s: Settings, world: World):
         self.s, self.world = s, world
         self.shards = [Shard(path, s.vocab_size) for path in sorted(glob.glob(s.train_files)) or [s.train_files]]
-        self.position = [0, 0]  # of the next batch: number of its shard, which counts on after the last; first token
+        self.position = [0, 0]  # of the next batch: [shard number, first token]; the number grows beyond the last shard
         self.batch_tokens = s.batch_sequences * s.sequence_length
         if max(len(shard.tokens) for shard in self.shards) <= self.batch_tokens:
             raise UserError(f"no shard of {s.train_files} has the {self.batch_tokens} + 1 tokens of a batch")
@@ -348,7 +343,7 @@ class Trainer:
         self.s, self.world = s, world
         torch._inductor.config.max_autotune = s.max_autotune
         torch._functorch.config.ban_recompute_materialized_backward = not s.recompute
-        torch._dynamo.config.optimize_ddp = True  # cut the graph where DDP reduces: the backward pass hides it
+        torch._dynamo.config.optimize_ddp = True  # cut the graph where DDP reduces: communication overlaps
         torch.manual_seed(s.seed)
         config = GPTConfig(**{f.name: getattr(s, f.name) for f in fields(GPTConfig)})
         self.model = GPT(config).to(world.device)
@@ -363,9 +358,9 @@ class Trainer:
         self.full_rates = [group["lr"] for group in self.groups]
         self.side_stream = torch.cuda.Stream() if world.on_gpu else None
 
-    def backward(self, batch: list[tuple[Tensor, Tensor]], step: int, flag: bool = False) -> tuple[float, bool]:
-        """Leave the batch's gradient in the parameters; returns its loss, and whether any process has set the flag."""
-        report = torch.tensor([0.0, flag]).to(self.world.device, non_blocking=True)
+    def backward(self, batch: list[tuple[Tensor, Tensor]], step: int, stop: bool = False) -> tuple[float, bool]:
+        """Leave the batch's gradient in the parameters; returns its loss, and whether any process wants to stop."""
+        report = torch.tensor([0.0, stop]).to(self.world.device, non_blocking=True)
         for i, (inputs, targets) in enumerate(batch):
             last = i == len(batch) - 1
             with nullcontext() if self.world.size == 1 or last else self.ddp_loss.no_sync():
@@ -373,7 +368,7 @@ class Trainer:
                 # DDP averages over the processes; with this weight, that is the average over the tokens of the batch.
                 loss = loss * (len(inputs) * self.world.size / (self.s.batch_sequences * self.s.sequence_length))
                 report[0] += loss.detach()
-                if last:  # sum the report beside the backward pass: the host reads it while the GPU is still busy
+                if last:  # sum the report during the backward pass: the host reads it while the GPU is still busy
                     summing = dist.all_reduce(report, async_op=True) if self.world.size > 1 else None
                     if self.world.on_gpu:
                         self.side_stream.wait_stream(torch.cuda.current_stream())
@@ -381,10 +376,10 @@ class Trainer:
         with torch.cuda.stream(self.side_stream):  # None on a CPU
             if summing:
                 summing.wait()
-            total, flagged = report.tolist()
+            total, stopping = report.tolist()
         if not math.isfinite(total):
             raise UserError(f"the loss of step {step + 1} is {total}: lower the learning rates, or resume earlier", 1)
-        return total / self.world.size, flagged > 0
+        return total / self.world.size, stopping > 0
 
     def update(self, step: int) -> None:
         """One step of the optimizer at this step's learning rate."""
@@ -424,11 +419,11 @@ class Trainer:
         for state in self.adam.state.values():
             for name in state.keys() & {"step", "exp_avg", "exp_avg_sq"}:
                 state[name].zero_()
+        if self.world.on_gpu:
+            torch.cuda.synchronize()  # before the clock starts
 
     def state(self) -> dict:
         """All that the next step depends on, for any number of processes; every process must take part."""
-        if any(param.isfinite().logical_not().any() for param in self.model.parameters()):
-            raise UserError("a weight is not finite: lower the learning rates, or resume earlier", 1)
         names = {param: name for name, param in self.model.named_parameters()}
         adam = {f"{names[p]}.{key}": value for p, state in self.adam.state.items() for key, value in state.items()}
         return dict(model=self.model.state_dict(), adam=adam)
@@ -444,10 +439,7 @@ class Trainer:
 
 # ---- The record of the run: clock, log, checkpoints ------------------------------------------------------------------
 class RunLog:
-    """logs/<id>.txt, the console, and the clock, which stops for validation and checkpoints. Rank 0 writes.
-
-    A line is on disk at once, and begins with its line break: a torn one never runs into the next.
-    """
+    """logs/<id>.txt, the console and the clock, by rank 0. A line begins with its break: a torn one spoils no other."""
 
     def __init__(self, path: Path, facts: dict, world: World):
         self.path, self.world, self.lost_bytes, self.seconds, self.started = path, world, 0, 0.0, 0.0
@@ -458,28 +450,30 @@ class RunLog:
             self.file = open(path, "ab", buffering=0)
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise UserError(f"{path}: another process writes this run's log") from None
             if self.file.tell() == 0 and self.file.write(header) < len(header):
                 path.unlink()
                 raise UserError(f"{path}: no room for the log")
 
     def note(self, text: str, show: bool = True) -> None:
-        """One line, whatever line breaks a path may have: for the file, and for the console if it is to be shown."""
+        """Write one line, whatever line breaks a path may have, to the file and, if `show`, to the console."""
         if self.world.rank == 0:
             line = ("\n" + one_line(text)).encode(errors="backslashreplace")
             self.lost_bytes += len(line)
             with suppress(OSError):  # a full disk does not end the run
                 self.lost_bytes -= self.file.write(line)
-            with suppress(OSError):  # the console may be a closed pipe, or a file on a full disk
+            try:
                 if show:
-                    tqdm.write(one_line(text), file=sys.stdout)
+                    tqdm.write(line.decode().strip(), file=sys.stdout)
                     sys.stdout.flush()
+            except OSError:  # a closed pipe, or a file on a full disk: the rest goes nowhere
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def stop_clock(self) -> None:
         if self.world.on_gpu:
             torch.cuda.synchronize()
-        self.seconds, self.started = self.seconds + time.perf_counter() - self.started, 0.0
+        self.seconds, self.started = self.seconds + time.perf_counter() - self.started, 0.0  # 0.0: stopped
 
     def times(self, step: int) -> str:
         milliseconds = 1000 * (self.seconds + (time.perf_counter() - self.started if self.started else 0))
@@ -498,7 +492,8 @@ def read_checkpoint(path: str, folder: str) -> dict:
             if damaged := archive.testzip():
                 raise ValueError(f"wrong checksum in {damaged}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        return checkpoint | dict(path=path, run_id=str(uuid.UUID(checkpoint["run_id"])))  # the id becomes a file name
+        names = ("settings", "source", "data", "step", "position", "seconds", "state")
+        return {x: checkpoint[x] for x in names} | dict(path=path, run_id=str(uuid.UUID(checkpoint["run_id"])))
     except Exception as error:
         raise UserError(f"--resume {path}: not a checkpoint, or a damaged one ({one_line(error)[:100]})") from None
 
@@ -508,10 +503,10 @@ class Run:
     """One run. Settings, checkpoint, data and log are opened and checked before anything is computed."""
 
     def __init__(self, world: World, flags: dict):
-        self.world, self.stop, self.stop_time, self.stepping, self.launcher = world, None, 0.0, False, os.getppid()
+        self.world, self.stop, self.stop_time, self.stepping, self.launcher = world, None, math.inf, False, os.getppid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
-                signal.signal(number, self.receive)
+                signal.signal(number, self.on_signal)
         self.saved = read_checkpoint(flags.get("resume", ""), flags.get("checkpoint_dir", Settings.checkpoint_dir))
         self.s = s = make_settings(flags, world.size, world.on_gpu, self.saved.get("settings"))
         self.loader = DistributedDataLoader(s, world)
@@ -520,22 +515,22 @@ class Run:
             raise UserError(f"--val_tokens {s.val_tokens}: {self.val_shard.path} has {len(self.val_shard.tokens) - 1}")
         data = [shard.fingerprint() for shard in [*self.loader.shards, self.val_shard]] if world.rank == 0 else []
         if world.rank == 0 and self.saved.get("data", data) != data:
-            raise UserError(f"--resume {self.saved['path']}: that run was trained on other shards")
-        run_id = self.saved.get("run_id", str(uuid.uuid4()))
+            raise UserError(f"--resume {self.saved['path']}: that run used other shards")
+        run_id = self.saved.get("run_id", str(uuid.uuid4()))  # only rank 0 uses it
         self.about, self.folder = dict(run_id=run_id, source=SOURCE, data=data), Path(s.checkpoint_dir) / run_id
         name = torch.cuda.get_device_name() if world.on_gpu else torch.cpu.get_capabilities().get("cpu_name", "CPU")
         self.hardware = f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads per process"
-        facts = dict(python=one_line(sys.version), torch=torch.__version__, cuda=torch.version.cuda)
-        facts |= dict(hardware=self.hardware, world_size=world.size, seed=s.seed, settings=json.dumps(asdict(s)))
-        facts |= dict(data=json.dumps(data)) | (dict(smi=os.popen("nvidia-smi").read()) if world.on_gpu else {})
-        self.log = RunLog(Path(s.log_dir) / f"{run_id}.txt", facts, world)
-        if s.save_every and world.rank == 0:  # a folder that cannot be written is told now, not at the first save
+        facts = dict(python=sys.version, torch=torch.__version__, cuda=torch.version.cuda, hardware=self.hardware)
+        facts |= dict(world_size=world.size, seed=s.seed, settings=json.dumps(asdict(s)), data=json.dumps(data))
+        facts |= dict(smi=os.popen("nvidia-smi").read()) if world.on_gpu and world.rank == 0 else {}
+        if s.save_every and world.rank == 0:  # find out now, not at the first save, whether it is writable
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "first.tmp").touch()
+        self.log = RunLog(Path(s.log_dir) / f"{run_id}.txt", facts, world)
 
-    def receive(self, number: int, frame) -> None:
-        """A signal lets the step finish. A second one ends the run at once, and so does one before the first step."""
-        again = self.stop and time.monotonic() - self.stop_time > 1  # torchrun repeats what the terminal sent already
+    def on_signal(self, number: int, frame) -> None:
+        """A signal lets the run save first. A second one ends it at once, and so does one before the first step."""
+        again = self.stop and time.monotonic() - self.stop_time > 1  # torchrun repeats the terminal's Ctrl-C
         self.stop, self.stop_time = self.stop or UserError(signal.Signals(number).name, 128 + number), time.monotonic()
         if again or not self.stepping:
             raise self.stop
@@ -544,8 +539,7 @@ class Run:
         s, log, saved, self.trainer, first_step = self.s, self.log, self.saved, Trainer(self.s, self.world), 0
         log.note(f"{self.world.size} x {self.hardware}; {s.dtype}, {'compiled' if s.compile else 'eager'}")
         log.note(f"{s.num_iterations} steps of {s.batch_sequences} x {s.sequence_length} tokens; log {log.path}")
-        self.trainer.warm_up(self.loader.next_batch())
-        self.loader.position = [0, 0]
+        self.trainer.warm_up(DistributedDataLoader(s, self.world).next_batch())  # only its shapes count
         if saved:
             self.trainer.load_state(saved["state"])
             first_step, self.loader.position, log.seconds = saved["step"], saved["position"], saved["seconds"]
@@ -553,18 +547,17 @@ class Run:
             changes = [f"{x} {saved['settings'][x]} -> {y}" for x, y in asdict(s).items() if saved["settings"][x] != y]
             for change in changes + ["the script"] * (saved["source"] != SOURCE):
                 log.note(f"changed on resume: {change}")
-        val_loss, record = self.loop(first_step), make_settings({}, 1, self.world.on_gpu)
-        verdict = f"; target {s.target_loss} {'not ' * (val_loss > s.target_loss)}reached" if s.target_loss else ""
-        steps = f"{s.num_iterations} of the record's {record.num_iterations} steps"
-        log.note(f"validation loss {val_loss:.4f} after {steps}{verdict}")
+        val_loss, track = self.loop(first_step), make_settings({}, 1, self.world.on_gpu).num_iterations
+        verdict = f"; target {s.target_loss} {'not ' * (not val_loss <= s.target_loss)}reached" if s.target_loss else ""
+        log.note(f"validation loss {val_loss:.4f} after {s.num_iterations} of the track's {track} steps{verdict}")
         if self.world.on_gpu:
             allocated, reserved = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
             log.note(f"peak memory: {allocated} MiB allocated, {reserved} MiB reserved")
 
     def loop(self, first_step: int) -> float:
         """The steps from `first_step` on; returns the final validation loss."""
-        s, trainer, log = self.s, self.trainer, self.log
-        batch, self.stepping = self.loader.next_batch(), True
+        s, trainer, log, stopping = self.s, self.trainer, self.log, False
+        position, batch, self.stepping = self.loader.position, self.loader.next_batch(), True
         show_bar = self.world.rank == 0 and sys.stderr.isatty()
         log.started = time.perf_counter()
         for step in tqdm(range(first_step, s.num_iterations + 1), disable=not show_bar, leave=False):
@@ -573,25 +566,30 @@ class Run:
                 val_loss = trainer.validate(self.val_shard)
                 log.note(f"step:{step}/{s.num_iterations} val_loss:{val_loss:.4f} {log.times(step)}")
                 log.started = time.perf_counter()
+            if step < s.num_iterations:
+                try:  # read ahead: with bad data the run can still save
+                    next_position, next_batch = self.loader.position, self.loader.next_batch()
+                except (UserError, OSError) as error:
+                    self.stop = error
+                if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher:  # a new job may follow
+                    self.stop = self.stop or UserError("torchrun is gone", 1)
+                loss, stopping = trainer.backward(batch, step, self.stop is not None)
+            due = s.save_every and step > first_step and (step % s.save_every == 0 or step == s.num_iterations)
+            if due or stopping:  # now, before the update: these weights have given a finite loss
+                log.stop_clock()
+                self.save(step, position)
+                log.started = time.perf_counter()
+            if stopping:
+                reasons = [self.stop] * self.world.size
+                if self.world.size > 1:  # all end for the same reason, and nobody before rank 0 has saved
+                    dist.all_gather_object(reasons, self.stop)
+                raise next(filter(None, reasons))
             if step == s.num_iterations:
                 return val_loss
-            this_batch, position = batch, self.loader.position
-            try:  # read ahead: bad data is found while the run can still save its last step
-                batch = self.loader.next_batch()
-            except UserError as error:
-                self.stop = error
-            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher:  # no life beside a new job
-                self.stop = self.stop or UserError("torchrun is gone", 1)
-            loss, stopping = trainer.backward(this_batch, step, self.stop is not None)
             trainer.update(step)
             done = step + 1
             log.note(f"step:{done}/{s.num_iterations} train_loss:{loss:.6f} {log.times(done)}", show=not show_bar)
-            if stopping or (s.save_every and (done % s.save_every == 0 or done == s.num_iterations)):
-                log.stop_clock()
-                self.save(done, position)
-                log.started = time.perf_counter()
-            if stopping:
-                raise self.stop or UserError("another process stopped", 1)
+            position, batch = next_position, next_batch
 
     def save(self, step: int, position: list[int]) -> None:
         """Write under another name, sync, rename: a checkpoint is there whole or not at all. The last two are kept."""
@@ -610,7 +608,7 @@ class Run:
                 old.unlink()
             self.log.note(f"saved; to go on from here: --resume {path}")
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's writer met a full disk
-            self.log.note(f"no checkpoint at step {step}, the run goes on: {one_line(error.__context__ or error)}")
+            self.log.note(f"no checkpoint at step {step}: {one_line(error.__context__ or error)}")
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -618,11 +616,12 @@ class Run:
 def main(arguments: list[str] | None = None) -> int:
     """Train. The exit code is 0, 1 for a failure, 2 for what the user can fix, or 128 + n for signal n."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # if closed
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run listens, Ctrl-C ends any wait for other processes
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run listens, Ctrl-C ends any wait for other processes
     run = None
     try:
         flags = parse_flags(sys.argv[1:] if arguments is None else arguments)
-        world = join_world(flags.get("timeout", Settings.timeout))
+        world = join_world(flags.get("collective_timeout", Settings.collective_timeout))
         run = Run(world, flags)
         run.train()
         if world.size > 1:
@@ -637,13 +636,14 @@ def main(arguments: list[str] | None = None) -> int:
         sys.excepthook(*sys.exc_info())  # prints the traceback
     if run:
         run.log.note(f"ended: {ending}")
-    if code == 2:  # the same fault on every process is told once: torchrun ends the others while they wait
+    if code == 2:  # what all processes report is printed once: torchrun ends the others during their sleep
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5 if os.environ.get("LOCAL_RANK", "0") != "0" else 0)
-        print(f"train_gpt: {one_line(ending)}", file=sys.stderr)
+        with suppress(OSError):  # a closed pipe, or a file on a full disk
+            print(f"train_gpt: {one_line(ending)}", file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
     if code := main():
-        sys.stdout.flush()
         os._exit(code)  # at once: after a failure, threads that wait for other processes would keep this one alive

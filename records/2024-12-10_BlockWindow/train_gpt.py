@@ -42,7 +42,7 @@ except ImportError as error:
 
 # ---- Settings: the 8xH100 record's values, and the CPU track's where they differ -------------------------------------
 BLOCK = 128  # tokens; attention windows are counted in blocks
-ANY = "True"  # the rule of a setting that may have every value
+ANY = "True"  # the rule of a setting that may have any value
 
 
 class UserError(Exception):
@@ -50,13 +50,12 @@ class UserError(Exception):
 
 
 def setting(default, meaning: str, rule: tuple | str, cpu=None, free: bool = False):
-    """All about one setting. `rule`: its range, or what must hold. A resumed run may change it only if it is free."""
+    """All about one setting. `rule` is its range, or what must hold. A resumed run may change it only if it is free."""
     return field(default=default, metadata=dict(meaning=meaning, rule=rule, cpu=cpu, free=free))
 
 
 @dataclass(frozen=True)
 class Settings:
-    # data, model, batch and attention window
     train_files: str = setting("data/fineweb10B/*train*.bin", "training data", ANY, "data/embedded/*train*.bin", True)
     val_files: str = setting("data/fineweb10B/*val*.bin", "validation data", ANY, "data/embedded/*val*.bin", True)
     vocab_size: int = setting(50257, "number of different tokens", (1, 65536), cpu=257)
@@ -75,11 +74,11 @@ class Settings:
     logit_softcap: float = setting(30.0, "a tanh keeps the logits within plus or minus this", (1e-3, 1e6))
     sequence_length: int = setting(65536, "tokens per sequence", "sequence_length in range(128, 2**24, 128)", cpu=1024)
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
-    window_start: int = setting(128, "attention window at the first step", "128 <= window_start <= window_end", cpu=256)
+    window_start: int = setting(128, "window in tokens at the first step", "128 <= window_start <= window_end", cpu=256)
     window_end: int = setting(1856, "attention window at the last step, in tokens", (BLOCK, 2**24), cpu=256)
     # optimization and validation
     num_iterations: int = setting(1480, "training steps", (1, 999_999), cpu=1000)
-    cooldown_frac: float = setting(600 / 1480, "part of the steps, at the end, that cools down", (0, 1), cpu=0.5)
+    cooldown_frac: float = setting(600 / 1480, "last part of the steps, in which learning rates fall", (0, 1), cpu=0.5)
     cooldown_shape: str = setting("cosine", "of the learning rates", "cooldown_shape in ('linear', 'cosine')")
     embedding_lr: float = setting(0.6, "Adam's learning rate for the embedding tables", (0, 1e6), cpu=0.2)
     head_lr: float = setting(0.008, "Adam's learning rate for the output head", (0, 1e6))
@@ -93,20 +92,19 @@ class Settings:
     momentum_warmup: int = setting(300, "steps over which Muon's momentum grows", (0, 10**6))
     ns_steps: int = setting(5, "Newton-Schulz iterations per orthogonalization", (1, 100))
     seed: int = setting(1, "seed of the initial weights", (0, 2**62))
-    val_tokens: int = setting(10485760, "to validate on", "val_tokens % sequence_length == 0", cpu=262144, free=True)
+    val_tokens: int = setting(10485760, "to validate on", "val_tokens % sequence_length == 0 < val_tokens", 2**18, True)
     val_loss_every: int = setting(125, "steps between validations; 0: only at the end", (0, 10**6), cpu=150, free=True)
     target_loss: float = setting(3.28, "validation loss to reach; 0: none", (0, 1e6), cpu=1.04, free=True)
-    # machine and files
-    dtype: str = setting("auto", "of matrix products", "dtype in ('auto', 'bfloat16', 'float32')", free=True)
+    dtype: str = setting("auto", "dtype of matrix products", "dtype in ('auto', 'bfloat16', 'float32')", free=True)
     compile: bool = setting(True, "use torch.compile, and with it FlexAttention on a GPU", ANY, cpu=False, free=True)
     max_autotune: bool = setting(False, "let Inductor try more kernels; takes many minutes more", ANY, free=True)
     recompute: bool = setting(False, "save memory: recompute cheap operations in the backward pass", ANY, free=True)
     kernel_warmup_steps: int = setting(10, "steps on made-up data before the clock starts", (1, 1000), cpu=1, free=True)
-    timeout: int = setting(600, "seconds to wait for another process", (1, 10**6), free=True)
+    collective_timeout: int = setting(600, "seconds to wait for another process", (1, 10**6), free=True)
     log_dir: str = setting("logs", "folder for logs", ANY, free=True)
     checkpoint_dir: str = setting("checkpoints", "folder for checkpoints", ANY, free=True)
-    save_every: int = setting(0, "steps between checkpoints; 0: none, else also the last step", (0, 10**6), 1000, True)
-    resume: str = setting("", "checkpoint to continue; latest: the newest, if there is one", ANY, free=True)
+    save_every: int = setting(0, "steps between checkpoints; 0: only when stopped", (0, 10**6), 10**6, True)
+    resume: str = setting("", "checkpoint to continue; latest: of the run that saved last, if any", ANY, free=True)
 
 
 def parse_flags(arguments: list[str]) -> dict:
@@ -128,15 +126,15 @@ def parse_flags(arguments: list[str]) -> dict:
 
 def make_settings(flags: dict, processes: int, on_gpu: bool, saved: dict | None = None) -> Settings:
     """A run's settings: the flags, over the track's values or over those of the checkpoint that the run continues."""
-    about = {f.name: f.metadata for f in fields(Settings)}
+    about, base = {f.name: f.metadata for f in fields(Settings)}, saved or {}
     if saved is None:
-        saved = {} if on_gpu else {name: about[name]["cpu"] for name in about if about[name]["cpu"] is not None}
-        saved |= {"target_loss": 0.0} if "val_files" in flags else {}  # the track's target is for the track's data
+        base = {} if on_gpu else {name: about[name]["cpu"] for name in about if about[name]["cpu"] is not None}
+        base |= {"target_loss": 0.0} if "val_files" in flags else {}  # the track's target is for the track's data
     elif about.keys() != saved.keys():
         raise UserError(f"another script's checkpoint: it differs in {', '.join(sorted(about.keys() ^ saved.keys()))}")
     elif fixed := [name for name in flags if not about[name]["free"] and flags[name] != saved[name]]:
         raise UserError(f"--{fixed[0]} {flags[fixed[0]]}: a resumed run cannot change it, it was {saved[fixed[0]]}")
-    s = Settings(**saved | flags)
+    s = Settings(**base | flags | {"resume": ""})  # of no use to a run that continues this one
     if s.dtype == "auto":  # bfloat16 where the hardware multiplies it faster than float32, as GPUs from sm_80 on do
         fast = on_gpu or any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
         s = replace(s, dtype="bfloat16" if fast else "float32")
@@ -144,7 +142,7 @@ def make_settings(flags: dict, processes: int, on_gpu: bool, saved: dict | None 
         rule = about[name]["rule"]
         rule = rule if isinstance(rule, str) else f"{rule[0]} <= {name} <= {rule[1]}"
         if not eval(rule, {**asdict(s), "processes": processes}):
-            raise UserError(f"--{name} {value}: must be such that {rule}")
+            raise UserError(f"--{name} {value}: this must hold: {rule}")
     return s
 
 
@@ -171,20 +169,21 @@ def join_world(timeout: int) -> World:
         world = World(rank, max(size, 1), local_rank, torch.device("cpu"))
         if not 0 <= rank < world.size:
             raise ValueError(f"RANK={rank} with WORLD_SIZE={size}")
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # if not, a GPU that cannot be used is an error
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # by the user; if not, an unusable GPU is an error
         if torch.cuda.is_available() or (not hidden and os.popen("nvidia-smi -L 2>/dev/null").read()):
             world = world._replace(device=torch.device("cuda", local_rank))
             torch.cuda.set_device(world.device)
             if torch.cuda.get_device_capability() < (8, 0):
                 raise ValueError(f"{torch.cuda.get_device_name()} has no bfloat16; sm_80 or newer is needed")
         if world.size > 1:
+            limit, attempt = timedelta(seconds=timeout), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=limit))[0])  # it outlives restarts
             backend, device = ("nccl", world.device) if world.on_gpu else ("gloo", None)
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
             dist.barrier()
         return world
     except Exception as error:
-        hint = "torchrun starts one process per GPU; CUDA_VISIBLE_DEVICES='' trains on the CPU"
-        raise UserError(f"cannot start: {one_line(error)} ({hint})") from None
+        raise UserError(f"cannot start: {one_line(error)} (CUDA_VISIBLE_DEVICES='' trains on the CPU)") from None
 
 
 # ---- Data: memory-mapped shards of tokens, and the loader that deals out their sequences -----------------------------
@@ -195,8 +194,7 @@ class Shard:
         self.path, self.vocab_size = path, vocab_size
         header = np.fromfile(path, "<i4", 256) if os.path.isfile(path) else []
         if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
-            how = "data/cached_fineweb10B.py fetches FineWeb, data/embedded_corpus.py --text FOLDER takes your own text"
-            raise UserError(f"{path}: no token shard there; {how}")
+            raise UserError(f"{path}: no token shard; data/cached_fineweb10B.py and data/embedded_corpus.py make them")
         self.size = os.path.getsize(path)
         if header[2] < 1 or self.size != 1024 + 2 * int(header[2]):
             raise UserError(f"{path}: {self.size} bytes do not fit its {header[2]} tokens; fetch or make it again")
@@ -212,8 +210,7 @@ class Shard:
         return tokens
 
     def fingerprint(self) -> dict:
-        """What tells this shard from another: name, number of tokens, a hash of the first and the last MiB."""
-        ends = hashlib.sha256(self.tokens[: 2**19].tobytes() + self.tokens[-(2**19) :].tobytes())
+        ends = hashlib.sha256(self.tokens[: 2**19].tobytes() + self.tokens[-(2**19) :].tobytes())  # a MiB of each
         return dict(file=os.path.basename(self.path), tokens=len(self.tokens), sha256=ends.hexdigest())
 
 
@@ -231,15 +228,13 @@ def load_data_shard(shard: Shard, pinned: bool) -> Tensor:
 
 class DistributedDataLoader:
     """Deals out the token stream: a step takes the next `batch_sequences` sequences, sequence i goes to rank i % size.
-
-    So every number of processes trains on the same tokens in the same order. On a GPU each sequence is a micro-batch;
-    on a CPU a process's sequences go through one forward pass, side by side."""
+    So any number of processes trains on the same tokens. On a CPU, a process's sequences share one forward pass."""
 
     def __init__(self, s: Settings, world: World):
         self.s, self.world = s, world
         self.shards = [Shard(path, s.vocab_size) for path in sorted(glob.glob(s.train_files)) or [s.train_files]]
         self.loaded = self.tokens = None  # the shard in memory
-        self.position = [0, 0]  # of the next batch: number of its shard, which counts on after the last; first token
+        self.position = [0, 0]  # of the next batch: [shard number, first token]; the number grows beyond the last shard
         self.batch_tokens = s.batch_sequences * s.sequence_length
         if max(len(shard.tokens) for shard in self.shards) <= self.batch_tokens:
             raise UserError(f"no shard of {s.train_files} has the {self.batch_tokens} + 1 tokens of a batch")
@@ -270,14 +265,14 @@ class DistributedDataLoader:
 #     0   /
 #     1   # /                # full: every pair of tokens is visible, no mask is evaluated
 #     2   # # /              / partial: the mask decides token by token
-#     3   . / / /              (blank or .: not computed)
+#     3   . / / /            . or blank: not computed
 #     4   . . . / /
 #     5   . . . / # /
 #     6   . . . . # # /
 
 
 class Packing(NamedTuple):
-    """How the tokens of one forward pass are packed: what an attention layer can know beside its input."""
+    """How the tokens of a forward pass are packed: all that an attention layer can know about it, besides its input."""
 
     documents_T: Tensor  # number of the document that a token belongs to; grows along the tokens
     mask: BlockMask | Tensor  # of FlexAttention; or, for gathered blocks, a bias of 0 or -inf
@@ -548,19 +543,19 @@ class Muon(torch.optim.Optimizer):
             per_process = 1 if world.on_gpu else len(params) // world.size
             chunk = per_process * world.size
             group["chunks"] = [params[i : i + chunk] for i in range(0, len(params), chunk)]
-            group["average"] = params[0].new_zeros(len(group["chunks"]), per_process, *shape)  # this process's part
+            group["buffer"] = params[0].new_zeros(len(group["chunks"]), per_process, *shape)  # this process's momentum
             group["update"] = params[0].new_zeros(world.size, per_process, *shape).to(getattr(torch, s.dtype))
 
     @torch.no_grad()
     def step(self) -> None:
         in_flight = None
         for group in self.param_groups:
-            for chunk, average in zip(group["chunks"], group["average"], strict=True):
+            for chunk, buffer in zip(group["chunks"], group["buffer"], strict=True):
                 gradient = torch.stack([wide(param.grad) for param in chunk[self.world.rank :: self.world.size]])
-                average.lerp_(gradient, 1 - group["momentum"])
-                nesterov = gradient.lerp_(average, group["momentum"])
+                buffer.lerp_(gradient, 1 - group["momentum"])
+                nesterov = gradient.lerp_(buffer, group["momentum"])
                 part = self.orthogonalize(nesterov.to(group["update"].dtype), group["ns_steps"])
-                if in_flight:
+                if in_flight:  # before its update buffer is used again
                     self.apply(*in_flight)
                 if self.world.size > 1:
                     gathering = dist.all_gather_single(group["update"], part[None].contiguous(), async_op=True)
@@ -580,17 +575,17 @@ class Muon(torch.optim.Optimizer):
 
     def whole_momentum(self, group: dict) -> Tensor:
         """The momentum of a group's matrices, in their order; every process must take part."""
-        chunks, per_process, *shape = group["average"].shape
-        whole = group["average"].new_zeros(chunks, per_process, self.world.size, *shape)
-        whole[:, :, self.world.rank] = group["average"]
+        chunks, per_process, *shape = group["buffer"].shape
+        whole = group["buffer"].new_zeros(chunks, per_process, self.world.size, *shape)
+        whole[:, :, self.world.rank] = group["buffer"]
         if self.world.size > 1:
             dist.all_reduce(whole)
         return whole.flatten(0, 2)
 
     def load_momentum(self, group: dict, momentum: Tensor) -> None:
         """Take this process's part of `whole_momentum`, which any number of processes may have saved."""
-        chunks, per_process, *shape = group["average"].shape
-        group["average"].copy_(momentum.view(chunks, per_process, self.world.size, *shape)[:, :, self.world.rank])
+        chunks, per_process, *shape = group["buffer"].shape
+        group["buffer"].copy_(momentum.view(chunks, per_process, self.world.size, *shape)[:, :, self.world.rank])
 
 
 def lr_factor(progress: float, cooldown_frac: float, cooldown_shape: str) -> float:
@@ -621,7 +616,7 @@ class Trainer:
         self.s, self.world = s, world
         torch._inductor.config.max_autotune = s.max_autotune
         torch._functorch.config.ban_recompute_materialized_backward = not s.recompute
-        torch._dynamo.config.optimize_ddp = True  # cut the graph where DDP reduces: the backward pass hides it
+        torch._dynamo.config.optimize_ddp = True  # cut the graph where DDP reduces: communication overlaps
         torch.manual_seed(s.seed)
         config = GPTConfig(**{f.name: getattr(s, f.name) for f in fields(GPTConfig)})
         self.model = GPT(config, use_flex=s.compile and world.on_gpu).to(world.device)
@@ -630,7 +625,7 @@ class Trainer:
         if world.size > 1:
             self.ddp_loss = DistributedDataParallel(self.loss, gradient_as_bucket_view=True, forward_sync_buffers=False)
         named = dict(self.model.named_parameters())
-        tables = [p for name, p in named.items() if "embedding." in name]
+        tables = [p for name, p in named.items() if "embedding." in name]  # the dot: not embedding_mix
         matrices = [p for name, p in named.items() if name.startswith("blocks.") and p.ndim == 2]
         scalars = [p for p in named.values() if p.ndim < 2]
         groups = [
@@ -650,10 +645,10 @@ class Trainer:
     def set_window(self, step: int) -> None:
         self.window_blocks.fill_(window_in_blocks(step / self.s.num_iterations, self.s.window_start, self.s.window_end))
 
-    def backward(self, batch: list[tuple[Tensor, Tensor]], step: int, flag: bool = False) -> tuple[float, bool]:
-        """Leave the batch's gradient in the parameters; returns its loss, and whether any process has set the flag."""
+    def backward(self, batch: list[tuple[Tensor, Tensor]], step: int, stop: bool = False) -> tuple[float, bool]:
+        """Leave the batch's gradient in the parameters; returns its loss, and whether any process wants to stop."""
         self.set_window(step)
-        report = torch.tensor([0.0, flag]).to(self.world.device, non_blocking=True)
+        report = torch.tensor([0.0, stop]).to(self.world.device, non_blocking=True)
         for i, (inputs, targets) in enumerate(batch):
             last = i == len(batch) - 1
             with nullcontext() if self.world.size == 1 or last else self.ddp_loss.no_sync():
@@ -661,7 +656,7 @@ class Trainer:
                 # DDP averages over the processes; with this weight, that is the average over the tokens of the batch.
                 loss = loss * (len(inputs) * self.world.size / (self.s.batch_sequences * self.s.sequence_length))
                 report[0] += loss.detach()
-                if last:  # sum the report beside the backward pass: the host reads it while the GPU is still busy
+                if last:  # sum the report during the backward pass: the host reads it while the GPU is still busy
                     summing = dist.all_reduce(report, async_op=True) if self.world.size > 1 else None
                     if self.world.on_gpu:
                         self.side_stream.wait_stream(torch.cuda.current_stream())
@@ -669,10 +664,10 @@ class Trainer:
         with torch.cuda.stream(self.side_stream):  # None on a CPU
             if summing:
                 summing.wait()
-            total, flagged = report.tolist()
+            total, stopping = report.tolist()
         if not math.isfinite(total):
             raise UserError(f"the loss of step {step + 1} is {total}: lower the learning rates, or resume earlier", 1)
-        return total / self.world.size, flagged > 0
+        return total / self.world.size, stopping > 0
 
     def update(self, step: int) -> None:
         """One step of both optimizers at this step's learning rates and momentum."""
@@ -712,13 +707,13 @@ class Trainer:
                 self.loss(tokens.to(torch.int32), tokens, self.window_blocks)
         self.model.load_state_dict(weights)
         for state in [*(state for adam in self.adams for state in adam.state.values()), *self.muon.param_groups]:
-            for name in state.keys() & {"step", "exp_avg", "exp_avg_sq", "average"}:
+            for name in state.keys() & {"step", "exp_avg", "exp_avg_sq", "buffer"}:
                 state[name].zero_()
+        if self.world.on_gpu:
+            torch.cuda.synchronize()  # before the clock starts
 
     def state(self) -> dict:
         """All that the next step depends on, for any number of processes; every process must take part."""
-        if any(param.isfinite().logical_not().any() for param in self.model.parameters()):
-            raise UserError("a weight is not finite: lower the learning rates, or resume earlier", 1)
         names = {param: name for name, param in self.model.named_parameters()}
         states = [item for adam in self.adams for item in adam.state.items()]
         adam = {f"{names[p]}.{key}": value for p, state in states for key, value in state.items()}
@@ -738,10 +733,7 @@ class Trainer:
 
 # ---- The record of the run: clock, log, checkpoints ------------------------------------------------------------------
 class RunLog:
-    """logs/<id>.txt, the console, and the clock, which stops for validation and checkpoints. Rank 0 writes.
-
-    A line is on disk at once, and begins with its line break: a torn one never runs into the next.
-    """
+    """logs/<id>.txt, the console and the clock, by rank 0. A line begins with its break: a torn one spoils no other."""
 
     def __init__(self, path: Path, facts: dict, world: World):
         self.path, self.world, self.lost_bytes, self.seconds, self.started = path, world, 0, 0.0, 0.0
@@ -752,28 +744,30 @@ class RunLog:
             self.file = open(path, "ab", buffering=0)
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise UserError(f"{path}: another process writes this run's log") from None
             if self.file.tell() == 0 and self.file.write(header) < len(header):
                 path.unlink()
                 raise UserError(f"{path}: no room for the log")
 
     def note(self, text: str, show: bool = True) -> None:
-        """One line, whatever line breaks a path may have: for the file, and for the console if it is to be shown."""
+        """Write one line, whatever line breaks a path may have, to the file and, if `show`, to the console."""
         if self.world.rank == 0:
             line = ("\n" + one_line(text)).encode(errors="backslashreplace")
             self.lost_bytes += len(line)
             with suppress(OSError):  # a full disk does not end the run
                 self.lost_bytes -= self.file.write(line)
-            with suppress(OSError):  # the console may be a closed pipe, or a file on a full disk
+            try:
                 if show:
-                    tqdm.write(one_line(text), file=sys.stdout)
+                    tqdm.write(line.decode().strip(), file=sys.stdout)
                     sys.stdout.flush()
+            except OSError:  # a closed pipe, or a file on a full disk: the rest goes nowhere
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def stop_clock(self) -> None:
         if self.world.on_gpu:
             torch.cuda.synchronize()
-        self.seconds, self.started = self.seconds + time.perf_counter() - self.started, 0.0
+        self.seconds, self.started = self.seconds + time.perf_counter() - self.started, 0.0  # 0.0: stopped
 
     def times(self, step: int) -> str:
         milliseconds = 1000 * (self.seconds + (time.perf_counter() - self.started if self.started else 0))
@@ -792,7 +786,8 @@ def read_checkpoint(path: str, folder: str) -> dict:
             if damaged := archive.testzip():
                 raise ValueError(f"wrong checksum in {damaged}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        return checkpoint | dict(path=path, run_id=str(uuid.UUID(checkpoint["run_id"])))  # the id becomes a file name
+        names = ("settings", "source", "data", "step", "position", "seconds", "state")
+        return {x: checkpoint[x] for x in names} | dict(path=path, run_id=str(uuid.UUID(checkpoint["run_id"])))
     except Exception as error:
         raise UserError(f"--resume {path}: not a checkpoint, or a damaged one ({one_line(error)[:100]})") from None
 
@@ -802,10 +797,10 @@ class Run:
     """One run. Settings, checkpoint, data and log are opened and checked before anything is computed."""
 
     def __init__(self, world: World, flags: dict):
-        self.world, self.stop, self.stop_time, self.stepping, self.launcher = world, None, 0.0, False, os.getppid()
+        self.world, self.stop, self.stop_time, self.stepping, self.launcher = world, None, math.inf, False, os.getppid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
-                signal.signal(number, self.receive)
+                signal.signal(number, self.on_signal)
         self.saved = read_checkpoint(flags.get("resume", ""), flags.get("checkpoint_dir", Settings.checkpoint_dir))
         self.s = s = make_settings(flags, world.size, world.on_gpu, self.saved.get("settings"))
         self.loader = DistributedDataLoader(s, world)
@@ -814,22 +809,22 @@ class Run:
             raise UserError(f"--val_tokens {s.val_tokens}: {self.val_shard.path} has {len(self.val_shard.tokens) - 1}")
         data = [shard.fingerprint() for shard in [*self.loader.shards, self.val_shard]] if world.rank == 0 else []
         if world.rank == 0 and self.saved.get("data", data) != data:
-            raise UserError(f"--resume {self.saved['path']}: that run was trained on other shards")
-        run_id = self.saved.get("run_id", str(uuid.uuid4()))
+            raise UserError(f"--resume {self.saved['path']}: that run used other shards")
+        run_id = self.saved.get("run_id", str(uuid.uuid4()))  # only rank 0 uses it
         self.about, self.folder = dict(run_id=run_id, source=SOURCE, data=data), Path(s.checkpoint_dir) / run_id
         name = torch.cuda.get_device_name() if world.on_gpu else torch.cpu.get_capabilities().get("cpu_name", "CPU")
         self.hardware = f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads per process"
-        facts = dict(python=one_line(sys.version), torch=torch.__version__, cuda=torch.version.cuda)
-        facts |= dict(hardware=self.hardware, world_size=world.size, seed=s.seed, settings=json.dumps(asdict(s)))
-        facts |= dict(data=json.dumps(data)) | (dict(smi=os.popen("nvidia-smi").read()) if world.on_gpu else {})
-        self.log = RunLog(Path(s.log_dir) / f"{run_id}.txt", facts, world)
-        if s.save_every and world.rank == 0:  # a folder that cannot be written is told now, not at the first save
+        facts = dict(python=sys.version, torch=torch.__version__, cuda=torch.version.cuda, hardware=self.hardware)
+        facts |= dict(world_size=world.size, seed=s.seed, settings=json.dumps(asdict(s)), data=json.dumps(data))
+        facts |= dict(smi=os.popen("nvidia-smi").read()) if world.on_gpu and world.rank == 0 else {}
+        if s.save_every and world.rank == 0:  # find out now, not at the first save, whether it is writable
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "first.tmp").touch()
+        self.log = RunLog(Path(s.log_dir) / f"{run_id}.txt", facts, world)
 
-    def receive(self, number: int, frame) -> None:
-        """A signal lets the step finish. A second one ends the run at once, and so does one before the first step."""
-        again = self.stop and time.monotonic() - self.stop_time > 1  # torchrun repeats what the terminal sent already
+    def on_signal(self, number: int, frame) -> None:
+        """A signal lets the run save first. A second one ends it at once, and so does one before the first step."""
+        again = self.stop and time.monotonic() - self.stop_time > 1  # torchrun repeats the terminal's Ctrl-C
         self.stop, self.stop_time = self.stop or UserError(signal.Signals(number).name, 128 + number), time.monotonic()
         if again or not self.stepping:
             raise self.stop
@@ -838,8 +833,7 @@ class Run:
         s, log, saved, self.trainer, first_step = self.s, self.log, self.saved, Trainer(self.s, self.world), 0
         log.note(f"{self.world.size} x {self.hardware}; {s.dtype}, {'compiled' if s.compile else 'eager'}")
         log.note(f"{s.num_iterations} steps of {s.batch_sequences} x {s.sequence_length} tokens; log {log.path}")
-        self.trainer.warm_up(self.loader.next_batch())
-        self.loader.position = [0, 0]
+        self.trainer.warm_up(DistributedDataLoader(s, self.world).next_batch())  # only its shapes count
         if saved:
             self.trainer.load_state(saved["state"])
             first_step, self.loader.position, log.seconds = saved["step"], saved["position"], saved["seconds"]
@@ -847,18 +841,17 @@ class Run:
             changes = [f"{x} {saved['settings'][x]} -> {y}" for x, y in asdict(s).items() if saved["settings"][x] != y]
             for change in changes + ["the script"] * (saved["source"] != SOURCE):
                 log.note(f"changed on resume: {change}")
-        val_loss, record = self.loop(first_step), make_settings({}, 1, self.world.on_gpu)
-        verdict = f"; target {s.target_loss} {'not ' * (val_loss > s.target_loss)}reached" if s.target_loss else ""
-        steps = f"{s.num_iterations} of the record's {record.num_iterations} steps"
-        log.note(f"validation loss {val_loss:.4f} after {steps}{verdict}")
+        val_loss, track = self.loop(first_step), make_settings({}, 1, self.world.on_gpu).num_iterations
+        verdict = f"; target {s.target_loss} {'not ' * (not val_loss <= s.target_loss)}reached" if s.target_loss else ""
+        log.note(f"validation loss {val_loss:.4f} after {s.num_iterations} of the track's {track} steps{verdict}")
         if self.world.on_gpu:
             allocated, reserved = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
             log.note(f"peak memory: {allocated} MiB allocated, {reserved} MiB reserved")
 
     def loop(self, first_step: int) -> float:
         """The steps from `first_step` on; returns the final validation loss."""
-        s, trainer, log = self.s, self.trainer, self.log
-        batch, self.stepping = self.loader.next_batch(), True
+        s, trainer, log, stopping = self.s, self.trainer, self.log, False
+        position, batch, self.stepping = self.loader.position, self.loader.next_batch(), True
         show_bar = self.world.rank == 0 and sys.stderr.isatty()
         log.started = time.perf_counter()
         for step in tqdm(range(first_step, s.num_iterations + 1), disable=not show_bar, leave=False):
@@ -867,25 +860,30 @@ class Run:
                 val_loss = trainer.validate(self.val_shard, step)
                 log.note(f"step:{step}/{s.num_iterations} val_loss:{val_loss:.4f} {log.times(step)}")
                 log.started = time.perf_counter()
+            if step < s.num_iterations:
+                try:  # read ahead: with bad data the run can still save
+                    next_position, next_batch = self.loader.position, self.loader.next_batch()
+                except (UserError, OSError) as error:
+                    self.stop = error
+                if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher:  # a new job may follow
+                    self.stop = self.stop or UserError("torchrun is gone", 1)
+                loss, stopping = trainer.backward(batch, step, self.stop is not None)
+            due = s.save_every and step > first_step and (step % s.save_every == 0 or step == s.num_iterations)
+            if due or stopping:  # now, before the update: these weights have given a finite loss
+                log.stop_clock()
+                self.save(step, position)
+                log.started = time.perf_counter()
+            if stopping:
+                reasons = [self.stop] * self.world.size
+                if self.world.size > 1:  # all end for the same reason, and nobody before rank 0 has saved
+                    dist.all_gather_object(reasons, self.stop)
+                raise next(filter(None, reasons))
             if step == s.num_iterations:
                 return val_loss
-            this_batch, position = batch, self.loader.position
-            try:  # read ahead: bad data is found while the run can still save its last step
-                batch = self.loader.next_batch()
-            except UserError as error:
-                self.stop = error
-            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher:  # no life beside a new job
-                self.stop = self.stop or UserError("torchrun is gone", 1)
-            loss, stopping = trainer.backward(this_batch, step, self.stop is not None)
             trainer.update(step)
             done = step + 1
             log.note(f"step:{done}/{s.num_iterations} train_loss:{loss:.6f} {log.times(done)}", show=not show_bar)
-            if stopping or (s.save_every and (done % s.save_every == 0 or done == s.num_iterations)):
-                log.stop_clock()
-                self.save(done, position)
-                log.started = time.perf_counter()
-            if stopping:
-                raise self.stop or UserError("another process stopped", 1)
+            position, batch = next_position, next_batch
 
     def save(self, step: int, position: list[int]) -> None:
         """Write under another name, sync, rename: a checkpoint is there whole or not at all. The last two are kept."""
@@ -904,7 +902,7 @@ class Run:
                 old.unlink()
             self.log.note(f"saved; to go on from here: --resume {path}")
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's writer met a full disk
-            self.log.note(f"no checkpoint at step {step}, the run goes on: {one_line(error.__context__ or error)}")
+            self.log.note(f"no checkpoint at step {step}: {one_line(error.__context__ or error)}")
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -912,11 +910,12 @@ class Run:
 def main(arguments: list[str] | None = None) -> int:
     """Train. The exit code is 0, 1 for a failure, 2 for what the user can fix, or 128 + n for signal n."""
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # if closed
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run listens, Ctrl-C ends any wait for other processes
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run listens, Ctrl-C ends any wait for other processes
     run = None
     try:
         flags = parse_flags(sys.argv[1:] if arguments is None else arguments)
-        world = join_world(flags.get("timeout", Settings.timeout))
+        world = join_world(flags.get("collective_timeout", Settings.collective_timeout))
         run = Run(world, flags)
         run.train()
         if world.size > 1:
@@ -931,13 +930,14 @@ def main(arguments: list[str] | None = None) -> int:
         sys.excepthook(*sys.exc_info())  # prints the traceback
     if run:
         run.log.note(f"ended: {ending}")
-    if code == 2:  # the same fault on every process is told once: torchrun ends the others while they wait
+    if code == 2:  # what all processes report is printed once: torchrun ends the others during their sleep
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5 if os.environ.get("LOCAL_RANK", "0") != "0" else 0)
-        print(f"train_gpt: {one_line(ending)}", file=sys.stderr)
+        with suppress(OSError):  # a closed pipe, or a file on a full disk
+            print(f"train_gpt: {one_line(ending)}", file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
     if code := main():
-        sys.stdout.flush()
         os._exit(code)  # at once: after a failure, threads that wait for other processes would keep this one alive

@@ -13,23 +13,15 @@
 ACCEPT(cudaDeviceSynchronize)
 ACCEPT(cudaStreamSynchronize)
 ACCEPT(cudaStreamQuery)
-ACCEPT(cudaStreamWaitEvent)
-ACCEPT(cudaEventRecord)
-ACCEPT(cudaEventRecordWithFlags)
 ACCEPT(cudaEventSynchronize)
 ACCEPT(cudaEventQuery)
 
 // ---- Runtime: letting go of handles that own nothing
 ACCEPT(cudaStreamDestroy)
-ACCEPT(cudaEventDestroy)
 ACCEPT(cudaGraphDestroy)
 ACCEPT(cudaGraphExecDestroy)
 
-// ---- Runtime: launching kernels
-ACCEPT(cudaLaunchKernel)
-ACCEPT(__cudaLaunchKernel)
-ACCEPT(cudaLaunchKernelExC)
-ACCEPT(cudaLaunchCooperativeKernel)
+// ---- Runtime: graphs and attributes of kernels
 ACCEPT(cudaGraphLaunch)
 ACCEPT(cudaFuncSetAttribute)
 
@@ -56,12 +48,8 @@ ACCEPT(cuCtxSetCurrent)
 ACCEPT(cuCtxPushCurrent_v2)
 ACCEPT(cuCtxSetLimit)
 
-// ---- Driver: modules and launches
-ACCEPT(cuModuleUnload)
+// ---- Driver: kernels
 ACCEPT(cuFuncSetCacheConfig)
-ACCEPT(cuLaunchKernel)
-ACCEPT(cuLaunchKernelEx)
-ACCEPT(cuLaunchCooperativeKernel)
 ACCEPT(cuTensorMapEncodeTiled)
 ACCEPT(cuTensorMapEncodeIm2col)
 
@@ -75,7 +63,6 @@ ACCEPT(cuStreamWriteValue32)
 
 // ---- cuBLAS: handles and modes
 ACCEPT(cublasDestroy_v2)
-ACCEPT(cublasSetStream_v2)
 ACCEPT(cublasSetWorkspace_v2)
 ACCEPT(cublasSetMathMode)
 ACCEPT(cublasSetPointerMode_v2)

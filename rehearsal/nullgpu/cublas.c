@@ -18,9 +18,35 @@ uint64_t nullgpu_matmul_flops(void) {
     return __atomic_load_n(&matmul_flops, __ATOMIC_RELAXED);
 }
 
-static cublasStatus_t count(uint64_t m, uint64_t n, uint64_t k, uint64_t batches) {
+static const char *type_name(cudaDataType type) {
+    switch (type) {
+    case CUDA_R_16BF: return "bfloat16";
+    case CUDA_R_16F: return "float16";
+    case CUDA_R_32F: return "float32";
+    case CUDA_R_64F: return "float64";
+    case CUDA_R_8F_E4M3:
+    case CUDA_R_8F_E5M2: return "float8";
+    default: return "other";
+    }
+}
+
+static cublasStatus_t count_on(
+    cudaStream_t stream, uint64_t m, uint64_t n, uint64_t k, uint64_t batches, cudaDataType type) {
     __atomic_add_fetch(&matmul_flops, 2 * m * n * k * batches, __ATOMIC_RELAXED);
+    nullgpu_note("product %llu %llu %llu %llu %s %p", (unsigned long long)m, (unsigned long long)n,
+                 (unsigned long long)k, (unsigned long long)(batches ? batches : 1), type_name(type), (void *)stream);
     return CUBLAS_STATUS_SUCCESS;
+}
+
+static __thread cudaStream_t stream_of_handle;      // torch sets it before each product
+
+cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t stream) {
+    stream_of_handle = stream;
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+static cublasStatus_t count(uint64_t m, uint64_t n, uint64_t k, uint64_t batches, cudaDataType type) {
+    return count_on(stream_of_handle, m, n, k, batches, type);
 }
 
 // ---- Handles
@@ -45,27 +71,27 @@ cublasStatus_t cublasGetPointerMode_v2(cublasHandle_t handle, cublasPointerMode_
 cublasStatus_t cublasSgemm_v2(
     cublasHandle_t handle, cublasOperation_t a_op, cublasOperation_t b_op, int m, int n, int k, const float *alpha,
     const float *a, int lda, const float *b, int ldb, const float *beta, float *c, int ldc) {
-    return count(m, n, k, 1);
+    return count(m, n, k, 1, CUDA_R_32F);
 }
 
 cublasStatus_t cublasDgemm_v2(
     cublasHandle_t handle, cublasOperation_t a_op, cublasOperation_t b_op, int m, int n, int k, const double *alpha,
     const double *a, int lda, const double *b, int ldb, const double *beta, double *c, int ldc) {
-    return count(m, n, k, 1);
+    return count(m, n, k, 1, CUDA_R_64F);
 }
 
 cublasStatus_t cublasSgemmEx(
     cublasHandle_t handle, cublasOperation_t a_op, cublasOperation_t b_op, int m, int n, int k, const float *alpha,
     const void *a, cudaDataType a_type, int lda, const void *b, cudaDataType b_type, int ldb, const float *beta,
     void *c, cudaDataType c_type, int ldc) {
-    return count(m, n, k, 1);
+    return count(m, n, k, 1, a_type);
 }
 
 cublasStatus_t cublasGemmEx(
     cublasHandle_t handle, cublasOperation_t a_op, cublasOperation_t b_op, int m, int n, int k, const void *alpha,
     const void *a, cudaDataType a_type, int lda, const void *b, cudaDataType b_type, int ldb, const void *beta,
     void *c, cudaDataType c_type, int ldc, cublasComputeType_t compute_type, cublasGemmAlgo_t algorithm) {
-    return count(m, n, k, 1);
+    return count(m, n, k, 1, a_type);
 }
 
 // ---- A batch of products
@@ -74,7 +100,7 @@ cublasStatus_t cublasSgemmStridedBatched(
     cublasHandle_t handle, cublasOperation_t a_op, cublasOperation_t b_op, int m, int n, int k, const float *alpha,
     const float *a, int lda, long long a_stride, const float *b, int ldb, long long b_stride, const float *beta,
     float *c, int ldc, long long c_stride, int batches) {
-    return count(m, n, k, batches);
+    return count(m, n, k, batches, CUDA_R_32F);
 }
 
 cublasStatus_t cublasGemmStridedBatchedEx(
@@ -82,7 +108,7 @@ cublasStatus_t cublasGemmStridedBatchedEx(
     const void *a, cudaDataType a_type, int lda, long long a_stride, const void *b, cudaDataType b_type, int ldb,
     long long b_stride, const void *beta, void *c, cudaDataType c_type, int ldc, long long c_stride, int batches,
     cublasComputeType_t compute_type, cublasGemmAlgo_t algorithm) {
-    return count(m, n, k, batches);
+    return count(m, n, k, batches, a_type);
 }
 
 // ---- cuBLASLt: the sizes are in layout descriptors, which the real library reads for us
@@ -96,7 +122,8 @@ static uint64_t layout_size(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutA
         read_layout = real_library ? (ReadLayout)dlsym(real_library, "cublasLtMatrixLayoutGetAttribute") : NULL;
     }
     uint64_t value = 0;
-    size_t size = attribute == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT ? sizeof(int32_t) : sizeof(uint64_t);
+    bool is_small = attribute == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT || attribute == CUBLASLT_MATRIX_LAYOUT_TYPE;
+    size_t size = is_small ? sizeof(int32_t) : sizeof(uint64_t);
     if (read_layout) read_layout(layout, attribute, &value, size, NULL);
     return value;
 }
@@ -112,7 +139,8 @@ cublasStatus_t cublasLtMatmul(
     // A is m by k, stored either way round
     uint64_t a_size = layout_size(a_layout, CUBLASLT_MATRIX_LAYOUT_ROWS)
                       * layout_size(a_layout, CUBLASLT_MATRIX_LAYOUT_COLS);
-    return count(m, n, m ? a_size / m : 0, batches);
+    cudaDataType type = (cudaDataType)layout_size(a_layout, CUBLASLT_MATRIX_LAYOUT_TYPE);
+    return count_on(stream, m, n, m ? a_size / m : 0, batches, type);
 }
 
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(

@@ -101,53 +101,10 @@ CUresult cuGetErrorName(CUresult error, const char **text) {
     return cuGetErrorString(error, text);
 }
 
-// ---- Modules and functions: cubins are taken unread
-
-CUresult cuModuleLoad(CUmodule *module, const char *path) {
-    *module = nullgpu_handle();
-    return CUDA_SUCCESS;
-}
-
-CUresult cuModuleLoadData(CUmodule *module, const void *image) {
-    *module = nullgpu_handle();
-    return CUDA_SUCCESS;
-}
-
-CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count, CUjit_option *options, void **values) {
-    *module = nullgpu_handle();
-    return CUDA_SUCCESS;
-}
-
-CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-    *function = nullgpu_handle();
-    return CUDA_SUCCESS;
-}
+// ---- Linking at run time
 
 CUresult cuLinkCreate_v2(unsigned count, CUjit_option *options, void **values, CUlinkState *state) {
     *state = nullgpu_handle();
-    return CUDA_SUCCESS;
-}
-
-CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
-    *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? THREADS_PER_BLOCK : 0;
-    return CUDA_SUCCESS;
-}
-
-// A kernel that wants more shared memory than the card has must fail here as on the real one.
-CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
-    bool too_much = attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                    && (size_t)value > nullgpu_card()->shared_memory_per_block;
-    return too_much ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
-}
-
-CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(
-    int *blocks, CUfunction function, int block_size, size_t shared_memory) {
-    *blocks = 1;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, const CUlaunchConfig *config) {
-    *clusters = nullgpu_card()->multiprocessors / 2;
     return CUDA_SUCCESS;
 }
 

@@ -39,6 +39,10 @@ static size_t message_bytes(size_t count, ncclDataType_t type) {
 
 // ---- The trace
 
+struct ncclComm {
+    int size, rank;
+};
+
 static int trace_file = -1;
 static pthread_once_t trace_once = PTHREAD_ONCE_INIT;
 
@@ -51,7 +55,9 @@ static void open_trace(void) {
     trace_file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
 }
 
-static void trace(const char *kind, size_t count, ncclDataType_t type) {
+static void trace(
+    const char *kind, size_t count, ncclDataType_t type, ncclComm_t communicator, cudaStream_t stream) {
+    nullgpu_note("collective %s %zu %d %p", kind, message_bytes(count, type), communicator->size, (void *)stream);
     pthread_once(&trace_once, open_trace);
     if (trace_file < 0) return;
     char line[128];
@@ -61,10 +67,6 @@ static void trace(const char *kind, size_t count, ncclDataType_t type) {
 }
 
 // ---- Communicators
-
-struct ncclComm {
-    int size, rank;
-};
 
 static ncclResult_t new_communicator(ncclComm_t *communicator, int size, int rank) {
     *communicator = malloc(sizeof **communicator);
@@ -125,14 +127,14 @@ ncclResult_t ncclRedOpCreatePreMulSum(
 ncclResult_t ncclAllReduce(
     const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t operation, ncclComm_t communicator,
     cudaStream_t stream) {
-    trace("AllReduce", count, type);
+    trace("AllReduce", count, type, communicator, stream);
     nullgpu_copy(to, from, message_bytes(count, type));
     return ncclSuccess;
 }
 
 ncclResult_t ncclAllGather(
     const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t communicator, cudaStream_t stream) {
-    trace("AllGather", count, type);
+    trace("AllGather", count, type, communicator, stream);
     size_t bytes = message_bytes(count, type);
     if (bytes * (size_t)communicator->size > LARGEST_REAL_COPY) return ncclSuccess;
     for (int rank = 0; rank < communicator->size; rank++) nullgpu_copy((char *)to + (size_t)rank * bytes, from, bytes);
@@ -142,7 +144,7 @@ ncclResult_t ncclAllGather(
 ncclResult_t ncclReduceScatter(
     const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t operation, ncclComm_t communicator,
     cudaStream_t stream) {
-    trace("ReduceScatter", count, type);
+    trace("ReduceScatter", count, type, communicator, stream);
     size_t bytes = message_bytes(count, type);
     nullgpu_copy(to, (const char *)from + (size_t)communicator->rank * bytes, bytes);
     return ncclSuccess;
@@ -150,7 +152,7 @@ ncclResult_t ncclReduceScatter(
 
 ncclResult_t ncclAlltoAll(
     const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t communicator, cudaStream_t stream) {
-    trace("AllToAll", count, type);
+    trace("AllToAll", count, type, communicator, stream);
     nullgpu_copy(to, from, message_bytes(count, type) * (size_t)communicator->size);
     return ncclSuccess;
 }
@@ -158,21 +160,21 @@ ncclResult_t ncclAlltoAll(
 ncclResult_t ncclBroadcast(
     const void *from, void *to, size_t count, ncclDataType_t type, int root, ncclComm_t communicator,
     cudaStream_t stream) {
-    trace("Broadcast", count, type);
+    trace("Broadcast", count, type, communicator, stream);
     if (communicator->rank == root) nullgpu_copy(to, from, message_bytes(count, type));
     return ncclSuccess;
 }
 
 ncclResult_t ncclBcast(
     void *buffer, size_t count, ncclDataType_t type, int root, ncclComm_t communicator, cudaStream_t stream) {
-    trace("Broadcast", count, type);
+    trace("Broadcast", count, type, communicator, stream);
     return ncclSuccess;
 }
 
 ncclResult_t ncclReduce(
     const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t operation, int root,
     ncclComm_t communicator, cudaStream_t stream) {
-    trace("Reduce", count, type);
+    trace("Reduce", count, type, communicator, stream);
     if (communicator->rank == root) nullgpu_copy(to, from, message_bytes(count, type));
     return ncclSuccess;
 }
@@ -181,12 +183,12 @@ ncclResult_t ncclReduce(
 
 ncclResult_t ncclSend(
     const void *from, size_t count, ncclDataType_t type, int peer, ncclComm_t communicator, cudaStream_t stream) {
-    trace("Send", count, type);
+    trace("Send", count, type, communicator, stream);
     return ncclSuccess;
 }
 
 ncclResult_t ncclRecv(
     void *to, size_t count, ncclDataType_t type, int peer, ncclComm_t communicator, cudaStream_t stream) {
-    trace("Recv", count, type);
+    trace("Recv", count, type, communicator, stream);
     return ncclSuccess;
 }

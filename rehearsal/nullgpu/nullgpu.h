@@ -56,3 +56,7 @@ void nullgpu_unmap(void *start);
 bool nullgpu_find(const void *address, int *device, void **start, size_t *bytes);
 void nullgpu_copy(void *to, const void *from, size_t bytes);
 int nullgpu_current_device(void);
+
+// One line of the trace of what the device is asked to do (see steps.c); nothing unless it is being recorded.
+__attribute__((format(printf, 1, 2))) void nullgpu_note(const char *format, ...);
+

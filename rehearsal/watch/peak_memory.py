@@ -3,6 +3,7 @@
 The history is a list of events (alloc, free_requested, ...) with addresses, sizes, times and Python stacks. It may
 have lost its beginning, so it is walked backwards from what is allocated at its end.
 """
+
 import linecache
 import os
 import re
@@ -16,8 +17,10 @@ def blocks_at_peak(snapshot: dict, device: int) -> list[dict]:
     events = [e for e in snapshot["device_traces"][device] if e["action"] in ("alloc", "free_requested")]
     live_at_end = [
         {"addr": block["address"], "size": block["size"], "time_us": 0, "frames": block.get("frames", [])}
-        for segment in snapshot["segments"] if segment["device"] == device
-        for block in segment["blocks"] if block["state"] == "active_allocated"
+        for segment in snapshot["segments"]
+        if segment["device"] == device
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
     ]
     total = peak = sum(block["size"] for block in live_at_end)
     peak_index = len(events)
@@ -71,7 +74,7 @@ def describe(frames: list[dict]) -> tuple[str, str]:
         if graph:
             line = linecache.getline(frame["filename"], frame["line"]).strip()
             if "extern_kernels." in line:
-                return "cuBLAS workspace", ""     # the product's result has its own line
+                return "cuBLAS workspace", ""  # the product's result has its own line
             shape = ALLOCATION.search(line)
             return f"{graph} graph", f"{shape[1]} {shape[2]}" if shape else line[:80]
     for frame in frames:

@@ -1,4 +1,5 @@
 """Python imports this file at its start because its folder is on PYTHONPATH; only the training script is watched."""
+
 import os
 import sys
 

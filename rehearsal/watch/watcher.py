@@ -4,11 +4,14 @@ In the rehearsal's folder, for each rank R:
     rankR.log           what the script said, standard output and standard error in one order, with marks between: the
                         ends of optimizer steps, and waits for the GPU
     rankR.collectives   one line a collective (written by the null GPU), the same marks between
+    rankR.steps         what the device is asked to do once everything is compiled, in order (see recorder.py)
     rankR.json          memory at the end: peak, what held it (rank 0), out-of-memory if it came to that
 """
+
 import atexit
 import contextlib
 import ctypes
+import functools
 import importlib.abc
 import importlib.util
 import json
@@ -20,8 +23,9 @@ from pathlib import Path
 
 import peak_memory
 
-HISTORY_EVENTS = 400_000     # allocations and frees that are remembered on rank 0: several full-size steps
-LABELLED_STEPS = 20          # optimizer steps after which the owners of memory are noted
+HISTORY_EVENTS = 400_000  # allocations and frees that are remembered on rank 0: several full-size steps
+PATIENCE = 90  # seconds that a rank waits for rank 0 to compile a graph, before it does so itself
+LABELLED_STEPS = 20  # optimizer steps after which the owners of memory are noted
 
 
 def start(folder: str, rank: int) -> None:
@@ -29,6 +33,7 @@ def start(folder: str, rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     name_the_caller_of_warnings()
+    share_compiled_code(folder, rank)
     after_import("torch", Watcher(Path(folder), rank).begin)
 
 
@@ -46,6 +51,45 @@ def name_the_caller_of_warnings() -> None:
             print(f"[rehearsal] warned from {os.path.basename(script)}:{frame.f_lineno}", file=sys.stderr, flush=True)
 
     warnings.showwarning = show_with_caller
+
+
+def share_compiled_code(folder: str, rank: int) -> None:
+    """Lets rank 0 compile what the others then find in the cache.
+
+    Compiled graphs name their card, so all ranks take the first one, each in its own world. Only the last one keeps its
+    own number, so that a script that takes the wrong card does not go unnoticed. It compiles its graphs for itself, but
+    finds their kernels, which name no card.
+    """
+    if rank < int(os.environ["WORLD_SIZE"]) - 1:
+        os.environ["LOCAL_RANK"] = "0"
+    if rank == 0:
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(os.cpu_count() or 1, 8))
+    compiled = open(f"{folder}/compiled", "ab", buffering=0)  # a byte for each graph that rank 0 has compiled
+    own = 0
+
+    def wait_for_the_first() -> None:
+        """Until rank 0 has compiled as many graphs as this one needs now, or takes too long: no rank depends on it."""
+        patience = time.monotonic() + PATIENCE
+        while os.fstat(compiled.fileno()).st_size < own and time.monotonic() < patience:
+            time.sleep(0.02)
+
+    def take_turns(module) -> None:
+        compile_graph = module._compile_fx_inner
+
+        @functools.wraps(compile_graph)
+        def compile_or_find(*args, **kwargs):
+            nonlocal own
+            own += 1
+            if rank:
+                wait_for_the_first()
+            done = compile_graph(*args, **kwargs)
+            if not rank:
+                compiled.write(b".")
+            return done
+
+        module._compile_fx_inner = compile_or_find
+
+    after_import("torch._inductor.compile_fx", take_turns)
 
 
 def after_import(name: str, action) -> None:
@@ -72,10 +116,12 @@ def after_import(name: str, action) -> None:
 class Watcher:
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank = folder, rank
-        self.optimizers: list = []      # in the order of their first step
-        self.owners: list[dict] = []    # who owned which address, after each optimizer step
+        self.optimizers: list = []  # in the order of their first step
+        self.owners: list[dict] = []  # who owned which address, after each optimizer step
         self.out_of_memory: dict | None = None
         self.flops_before = 0
+        self.stepped: set[int] = set()  # the optimizers that have done a step
+        self.recorder = None  # from the second step on
 
     def begin(self, torch) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -107,17 +153,27 @@ class Watcher:
 
     def before_optimizer(self, optimizer, args, kwargs) -> None:
         self.flops_before = self.count_flops()
+        if self.recorder:
+            self.recorder.note(f"Optimizer {self.index_of(optimizer)} begins")
 
     def after_optimizer(self, optimizer, args, kwargs) -> None:
-        if not any(optimizer is known for known in self.optimizers):
-            self.optimizers.append(optimizer)
-        index = next(i for i, known in enumerate(self.optimizers) if optimizer is known)
+        index = self.index_of(optimizer)
         mark = f"Optimizer {index} {self.flops_before} {self.count_flops()}\n".encode()
         os.write(self.collectives, mark)
         sys.stdout.flush()
         os.write(1, b"[rehearsal] " + mark)
         if self.rank == 0 and len(self.owners) < LABELLED_STEPS:
             self.note_owners()
+        if self.recorder:
+            self.recorder.note(f"Optimizer {index} ends")
+        elif index in self.stepped:  # its second step: everything of a step is compiled
+            self.start_recording()
+        self.stepped.add(index)
+
+    def index_of(self, optimizer) -> int:
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+        return next(i for i, known in enumerate(self.optimizers) if optimizer is known)
 
     def mark_waits(self) -> None:
         """The script waits for the GPU before it starts its clock: each rank's own end of the warm-up."""
@@ -126,19 +182,27 @@ class Watcher:
 
         def wait_and_mark(*args, **kwargs) -> None:
             wait(*args, **kwargs)
-            if os.path.abspath(sys._getframe(1).f_code.co_filename) == script:     # not torch's own, when it tunes
+            if os.path.abspath(sys._getframe(1).f_code.co_filename) == script:  # not torch's own, when it tunes
                 sys.stdout.flush()
                 os.write(1, b"[rehearsal] Waited for the GPU\n")
                 os.write(self.collectives, f"Wait {self.count_flops()}\n".encode())
+                if self.recorder:
+                    self.recorder.note("Wait")
 
         self.torch.cuda.synchronize = wait_and_mark
+
+    def start_recording(self) -> None:
+        from recorder import Recorder
+
+        self.recorder = Recorder(self.torch, self.folder / f"rank{self.rank}.steps")
 
     # ---- Memory
 
     def watch_memory(self) -> None:
         if self.rank == 0:
             self.torch.cuda.memory._record_memory_history(
-                enabled="all", context="all", stacks="python", max_entries=HISTORY_EVENTS)
+                enabled="all", context="all", stacks="python", max_entries=HISTORY_EVENTS
+            )
         with contextlib.suppress(AttributeError):
             self.torch._C._cuda_attach_out_of_memory_observer(self.note_out_of_memory)
 
@@ -157,7 +221,9 @@ class Watcher:
 
     def note_out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
         self.out_of_memory = {
-            "asked_bytes": asked, "total_bytes": total, "free_bytes": free,
+            "asked_bytes": asked,
+            "total_bytes": total,
+            "free_bytes": free,
             "allocated_bytes": self.torch.cuda.memory_allocated(device),
         }
         self.write_summary()

@@ -1,0 +1,103 @@
+"""What only torch knows of a step, written between the null GPU's own lines (see nullgpu/steps.c).
+
+kernel <number> <json>            said once of a kernel that Inductor compiled: bytes, configuration, arguments
+inductor <number>                 that kernel is launched next
+op <name> <read> <written>        an operation of torch on the GPU comes next, with the bytes of its tensors
+Optimizer <index> begins | ends   Wait
+"""
+
+import ctypes
+import json
+import os
+from pathlib import Path
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Recorder:
+    def __init__(self, torch, path: Path):
+        self.torch, self.numbers, self.kept = torch, {}, []
+        record = ctypes.CDLL(None).nullgpu_record_steps
+        record(str(path).encode())
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.watch_kernels()
+        Operations(self).__enter__()  # for the rest of the run
+
+    def note(self, line: str) -> None:
+        os.write(self.file, line.encode() + b"\n")
+
+    def watch_kernels(self) -> None:
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        run = CachingAutotuner.run
+
+        def noted(kernel, *args, **kwargs):
+            if kernel not in self.numbers:
+                self.numbers[kernel] = len(self.numbers)
+                self.kept.append(kernel)
+                self.note(f"kernel {self.numbers[kernel]} {json.dumps(self.described(kernel, args))}")
+            self.note(f"inductor {self.numbers[kernel]}")
+            return run(kernel, *args, **kwargs)
+
+        CachingAutotuner.run = noted
+
+    def described(self, kernel, args: tuple) -> dict:
+        meta, launcher = kernel.inductor_meta, kernel.launchers[0] if len(kernel.launchers) == 1 else None
+        config = launcher.config if launcher else kernel.configs[0]
+        tensors = [arg for arg in args if self.torch.is_tensor(arg)]
+        return {
+            "name": meta.get("kernel_name", kernel.fn.__name__),
+            "bytes": round(meta["kernel_num_gb"] * 1e9) if "kernel_num_gb" in meta else sum(map(size_of, tensors)),
+            "constants": {name: value for name, value in config.kwargs.items() if isinstance(value, int)},
+            "numels": [arg for arg in args if isinstance(arg, int)],
+            "warps": config.num_warps,
+            "registers": getattr(launcher, "n_regs", None),
+            "spilled_words": getattr(launcher, "n_spills", None),
+            "cache_hash": getattr(launcher, "cache_hash", None),
+            "template": {
+                name: value for name, value in (meta.get("config_args") or {}).items() if isinstance(value, (int, bool))
+            },
+            "shapes": [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors],
+        }
+
+
+def size_of(tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class Operations(TorchDispatchMode):
+    """Sees each operation that torch itself launches, in compiled graphs too; changes nothing."""
+
+    supports_higher_order_operators = True  # FlexAttention that is not compiled, passed on as it is
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [x for x in self.tensors((args, kwargs)) if x.is_cuda]
+        if getattr(func, "namespace", "") != "aten" or func.is_view or not inputs:
+            return func(*args, **kwargs)
+        results = self.tensors([kwargs.get("out")])
+        changed = self.tensors([value for argument, value in bound(func, args, kwargs) if argument.is_write])
+        read = sum(size_of(x) for x in inputs if not any(x is result for result in results))
+        self.recorder.note(f"op {func.__name__} {read} {sum(map(size_of, changed))}")
+        made = func(*args, **kwargs)
+        if not changed:
+            self.recorder.note(f"made {sum(size_of(x) for x in self.tensors(made) if x.is_cuda)}")
+        return made
+
+    def tensors(self, values) -> list:
+        return [x for x in tree_leaves(values) if self.recorder.torch.is_tensor(x)]
+
+
+def bound(func, args: tuple, kwargs: dict):
+    """The operation's arguments as its schema declares them, each with its value."""
+    for number, argument in enumerate(func._schema.arguments):
+        yield argument, args[number] if number < len(args) else kwargs.get(argument.name)
