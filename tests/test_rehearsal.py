@@ -660,6 +660,23 @@ def test_what_is_copied_from_a_card_is_finite_and_nothing_beside_it_is_touched(o
     assert on_null_gpu(COPY_BACK).split() == ["-2", "True"] * 2
 
 
+CHECK_WEIGHTS = """
+import torch
+from recorder import Operations
+class Recorder:
+    torch, note = torch, print
+weights = torch.ones(2**20, device="cuda")
+with Operations(Recorder):
+    for _ in range(3):
+        assert weights.isfinite().all() and not weights.isnan().any() and not weights.isfinite().logical_not().any()
+"""
+
+
+@pytest.mark.rehearsal
+def test_a_script_that_asks_whether_its_weights_are_finite_hears_that_they_are(on_null_gpu):
+    assert on_null_gpu(CHECK_WEIGHTS).count("op any.default 1048576 0\n") == 6
+
+
 START_GPU = """
 import torch, train_gpt
 world = train_gpt.find_place()
