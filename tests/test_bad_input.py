@@ -74,9 +74,9 @@ def test_a_flag_without_a_value_is_one_line(complaint):
     assert "--num_layers: expected one argument" in complaint("--num_layers")
 
 
-def test_help_lists_every_setting_with_meaning_and_default(capsys):
+def test_help_lists_every_setting_with_meaning_and_default(folder, train_here, capsys):
     with pytest.raises(SystemExit):
-        train_gpt.main(["--help"])
+        train_here(folder, "--help")
     text = " ".join(capsys.readouterr().out.split())
     for setting in fields(train_gpt.Settings):
         cpu = "" if setting.metadata["cpu"] is None else f"; on a CPU {setting.metadata['cpu']}"
