@@ -30,7 +30,10 @@ def shards(folder) -> list[str]:
 
 @pytest.fixture
 def train_here(monkeypatch, capsys):
-    """The script's main() in this process, which has torch already; returns its exit code and output."""
+    """The script's main() in this process, which has torch already; returns its exit code and output.
+
+    Its arguments are a tiny run's with these changes; or, if there are only plain arguments, those and nothing else.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     threads = torch.get_num_threads()
@@ -38,10 +41,14 @@ def train_here(monkeypatch, capsys):
 
     def run(folder: Path, *arguments: str, **changes) -> tuple[int, str, str]:
         monkeypatch.chdir(folder)
-        code = train_gpt.main([*tiny_flags(**changes), *arguments] if changes or not arguments else list(arguments))
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        gc.collect()  # closes the log, and with it gives up the lock
+        try:
+            code = train_gpt.main(
+                list(arguments) if arguments and not changes else [*tiny_flags(**changes), *arguments]
+            )
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            gc.collect()  # closes the log, and with it gives up the lock
         output = capsys.readouterr()
         return code, output.out, output.err
 

@@ -514,8 +514,9 @@ def test_a_validation_loss_that_is_no_number_reaches_no_target(reference, tmp_pa
     saved = load(path)
     saved["state"]["model"]["embedding.weight"][:] = math.nan
     torch.save(saved, path)
-    code, out, _ = train_here(folder, "--resume=latest", "--target_loss=9")
-    assert code != 0 or "target 9.0 not reached" in out
+    code, out, err = train_here(folder, "--resume=latest", "--target_loss=9")
+    assert (code, err) == (1, "") and "reached" not in out
+    assert last_line(folder).startswith("ended: the validation loss of step 8 is nan")
 
 
 # ----------------------------------------------------------------------------------------------------
