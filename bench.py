@@ -39,11 +39,13 @@ class UserError(Exception):
     """Something the user can fix, told in one line."""
 
 
-# ----------------------------------------------------------------------------------------------------
-# Runs: the script, started as a user starts it
-# ----------------------------------------------------------------------------------------------------
+def seconds(work: Callable) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
+# ---- Runs: the script, started as a user starts it -------------------------------------------------------------------
 def other_script(which: str, folder: Path) -> Path:
     """The script to compare with: a file, or what a git revision has under the name train_gpt.py."""
     if Path(which).is_file():
@@ -83,11 +85,7 @@ def startup_seconds(settings: list[str]) -> float:
         raise UserError(f"./run.sh ended before its first step: {process.stderr.read().strip()}")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Parts of a step: run.sh starts this file too, in the script's place, so that the parts are measured as they run
-# ----------------------------------------------------------------------------------------------------
-
-
+# ---- Parts of a step: run.sh starts this file too, in the script's place, so that the parts are measured as they run -
 def step_parts(flags: list[str]) -> dict:
     """Median milliseconds of the parts of a step, and its floating-point operations in all processes."""
     world = train_gpt.join_world(600)
@@ -126,17 +124,7 @@ def peak_flops(dtype: torch.dtype, size: int) -> float:
     return 2 * size**3 / min(times)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Attention: over gathered blocks, and dense with a mask
-# ----------------------------------------------------------------------------------------------------
-
-
-def seconds(work: Callable) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
+# ---- Attention: over gathered blocks, and dense with a mask ----------------------------------------------------------
 def attention(length: int, dtype: torch.dtype, dense: bool) -> Callable:
     """A forward and backward pass of one layer, in the CPU track's shape, with a window of 256 tokens."""
     s = train_gpt.make_settings({}, 1, False)
@@ -156,7 +144,7 @@ def attention(length: int, dtype: torch.dtype, dense: bool) -> Callable:
             y = F.scaled_dot_product_attention(*heads, attn_mask=mask)[0].transpose(0, 1)
         else:
             y = attend(q, k, v, packing)
-        y.backward(torch.ones_like(y))
+        torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
 
     return forward_and_backward
 
@@ -167,11 +155,7 @@ def in_turn(works: list[Callable], rounds: int) -> list[list[float]]:
     return [list(column) for column in zip(*times[1:], strict=True)]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Figures, each beside its limit
-# ----------------------------------------------------------------------------------------------------
-
-
+# ---- Figures, each beside its limit ----------------------------------------------------------------------------------
 class Figures(list):
     def add(self, name: str, unit: str, rounds: list[float], limit: str = "") -> None:
         """A figure and its limit: "at most 8", "at least 14" or none."""
@@ -226,7 +210,7 @@ def measure_attention(figures: Figures, options: argparse.Namespace, dtype: str)
     for cost, length in zip(costs, lengths, strict=True):
         figures.add(f"{dtype}: attention over {length} tokens, per token", "us", cost)
     middle = [median(cost) for cost in costs]
-    figures.add(f"{dtype}: the dearest of these / the cheapest", "", [max(middle) / min(middle)], "at most 1.1")
+    figures.add(f"{dtype}: the highest of these / the lowest", "", [max(middle) / min(middle)], "at most 1.1")
 
 
 def measure(options: argparse.Namespace, settings: list[str], folder: Path) -> Figures:

@@ -37,12 +37,10 @@ def find_script(name: str) -> Path:
     exact = [name.lower() in (known.lower(), known.partition("_")[2].lower()) for known in names]
     partly = [name.lower() in known.lower() for known in names]
     matches = [record for record, match in zip(records, exact if any(exact) else partly, strict=True) if match]
-    if len(matches) != 1:
-        possible = " or ".join(match.parent.name for match in matches)
-        known = (
-            f"could be {possible}" if matches else f"not a command or a record: bench test rehearse {' '.join(names)}"
-        )
-        raise UserError(f"{name}: {known}")
+    if len(matches) > 1:
+        raise UserError(f"{name}: could be {' or '.join(match.parent.name for match in matches)}")
+    if not matches:
+        raise UserError(f"{name}: not a command or a record: bench test rehearse {' '.join(names)}")
     return matches[0]
 
 
@@ -111,8 +109,10 @@ def run_processes(script: Path, processes: int, settings: list[str], get_data: l
         return code if code >= 0 else 128 - code
 
 
-def newest_checkpoint(folder: str, since: float) -> str:
-    """The last checkpoint that this run wrote, if any."""
+def newest_checkpoint(settings: list[str], since: float) -> str:
+    """The last checkpoint that this run wrote, if any. A resumed run writes where it was resumed from."""
+    resumed = value_of("resume", settings)
+    folder = value_of("checkpoint_dir", settings) or (Path(resumed).parent.parent if "/" in resumed else "checkpoints")
     saves = [path for path in Path(folder).glob("*/step_*.pt") if path.stat().st_mtime >= since]
     return str(max(saves, key=lambda path: path.stat().st_mtime_ns)) if saves else ""
 
@@ -127,7 +127,7 @@ def main(arguments: list[str]) -> int:
     started = time.time()
     processes, get_data = plan(settings)
     code = run_processes(script, processes, settings, get_data)
-    saved = newest_checkpoint(value_of("checkpoint_dir", settings) or "checkpoints", started)
+    saved = newest_checkpoint(settings, started)
     if saved and code:
         command = ["./run.sh", *arguments[:named], "--resume", saved]
         print(f"to go on from here: {shlex.join(command)}", flush=True)

@@ -39,11 +39,7 @@ def warn(text: str) -> None:
     print(f"sample: {text}", file=sys.stderr)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The script and the checkpoint: they must belong together
-# ----------------------------------------------------------------------------------------------------
-
-
+# ---- The script and the checkpoint: they must belong together --------------------------------------------------------
 def load_script(path: Path) -> ModuleType:
     try:
         spec = importlib.util.spec_from_file_location("train_gpt", path)
@@ -101,10 +97,10 @@ class Model:
                 trainer.set_window(saved["step"])
             # What the forward pass takes beside inputs and targets has the same name in the trainer: the window.
             self.more = [getattr(trainer, name) for name in list(inspect.signature(self.gpt.forward).parameters)[2:]]
-            # The last token depends on no more blocks than these, and never saw more in training.
+            # The last token, wherever in its block, depends on no more blocks, and never saw more in training.
             self.block = s.context_length if hasattr(s, "context_length") else script.BLOCK
             reach = s.num_layers * getattr(s, "window_end", s.sequence_length)
-            self.max_blocks = min(reach, s.sequence_length) // self.block
+            self.max_blocks = min(-(-reach // self.block) + 1, s.sequence_length // self.block)
             self.check()
         except UserError:
             raise
@@ -139,11 +135,7 @@ class Model:
         return self.gpt.logits(last)[: self.s.vocab_size].cpu()  # the rest is padding
 
 
-# ----------------------------------------------------------------------------------------------------
-# Text: tokens, and how the next one is drawn
-# ----------------------------------------------------------------------------------------------------
-
-
+# ---- Text: tokens, and how the next one is drawn ---------------------------------------------------------------------
 def tokenizer(vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
     """How to turn text into tokens, and a token into bytes."""
     if vocab_size == 257:
@@ -181,11 +173,7 @@ def continuation(model: Model, prompt: list[int], options: argparse.Namespace) -
         yield text[-1]
 
 
-# ----------------------------------------------------------------------------------------------------
-# The command
-# ----------------------------------------------------------------------------------------------------
-
-
+# ---- The command -----------------------------------------------------------------------------------------------------
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("checkpoint", nargs="?", default="latest", help="a file, or latest for the newest [latest]")

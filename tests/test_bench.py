@@ -43,7 +43,7 @@ def test_dense_attention_and_ours_are_the_same_attention(monkeypatch):
     for dense in (True, False):
         torch.manual_seed(1)
         work = bench.attention(1024, torch.float32, dense)
-        monkeypatch.setattr(torch.Tensor, "backward", lambda y, gradient: results.append(y.detach()))
+        monkeypatch.setattr(torch.autograd, "grad", lambda y, inputs, gradient: results.append(y.detach()))
         work()
     torch.testing.assert_close(*results)
 

@@ -93,7 +93,9 @@ def test_what_is_no_file_is_refused_at_once_with_the_way_to_get_shards(tmp_path,
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     (tmp_path / "zero").symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=r"no token shard there; data/cached_fineweb10B.py .* data/embedded_corpus.py"):
+    with pytest.raises(
+        UserError, match=r"no token shard; data/cached_fineweb10B.py and data/embedded_corpus.py make them"
+    ):
         Shard(str(tmp_path / name), VOCABULARY)
 
 

@@ -82,9 +82,9 @@ def five_steps(world: World) -> list[torch.Tensor]:
         if step == 2:
             saved = [muon.whole_momentum(group) for group in muon.param_groups]
             for group, momentum in zip(muon.param_groups, saved, strict=True):
-                group["average"].fill_(math.nan)
+                group["buffer"].fill_(math.nan)
                 muon.load_momentum(group, momentum)
-    kept = sum(group["average"].size(0) * group["average"].size(1) for group in muon.param_groups)
+    kept = sum(group["buffer"].size(0) * group["buffer"].size(1) for group in muon.param_groups)
     assert kept == math.ceil(7 / world.size) + math.ceil(10 / world.size), "a process keeps only its part"
     return [param.detach() for param in params] + [muon.whole_momentum(group) for group in muon.param_groups]
 

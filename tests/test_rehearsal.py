@@ -646,6 +646,20 @@ def test_a_card_holds_no_more_than_its_memory(on_null_gpu, allocator):
     assert int(held) == 23  # the context takes the rest
 
 
+COPY_BACK = """
+import torch
+for count in (1000, 2**22 + 3):
+    host = torch.full((count,), float("nan"))
+    host[1:-1].copy_(torch.zeros(count, device="cuda")[1:-1])
+    print(int(host.isfinite().sum()) - count, torch.zeros(count, device="cuda").cpu().isfinite().all().item())
+"""
+
+
+@pytest.mark.rehearsal
+def test_what_is_copied_from_a_card_is_finite_and_nothing_beside_it_is_touched(on_null_gpu):
+    assert on_null_gpu(COPY_BACK).split() == ["-2", "True"] * 2
+
+
 START_GPU = """
 import torch, train_gpt
 world = train_gpt.find_place()

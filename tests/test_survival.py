@@ -88,7 +88,7 @@ def is_one_line(err: str, text: str) -> bool:
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(reference, tmp_path, processes):
     """All settings come from the checkpoint."""
     folder = Path(shutil.copytree(reference(processes), tmp_path, dirs_exist_ok=True))
@@ -141,7 +141,6 @@ def test_the_log_says_what_a_resumed_run_changed(after_four, train_here):
     told = [line for line in added(after_four, before) if line.startswith("changed on resume: ")]
     assert sorted(line.removeprefix("changed on resume: ") for line in told) == [
         "dtype float32 -> bfloat16",
-        "resume -> latest",
         "target_loss 0.0 -> 9.0",
         "val_tokens 1024 -> 256",
     ]
@@ -176,7 +175,7 @@ def test_other_data_is_refused_and_the_same_data_elsewhere_is_not(after_four, tr
     moved = ["--train_files=moved/*train*.bin", "--val_files=moved/*val*.bin"]
     write_shard(after_four / "moved/tiny_train_000002.bin", made_up_tokens(4_500, seed=77))
     code, out, err = train_here(after_four, "--resume=latest", *moved)
-    assert (code, out) == (2, "") and is_one_line(err, "that run was trained on other shards")
+    assert (code, out) == (2, "") and is_one_line(err, "that run used other shards")
     write_shard(after_four / "moved/tiny_train_000002.bin", made_up_tokens(4_500, seed=2))
     assert train_here(after_four, "--resume=latest", *moved)[0] == 0
 
@@ -420,7 +419,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(folder):
         run.wait_for("step:2/")
         os.kill(run.ranks()[1], signal.SIGTERM)
         assert run.exit_code() != 0
-    assert last_line(folder) in ("ended: another process stopped", "ended: SIGTERM")
+    assert last_line(folder) == "ended: SIGTERM"
     (path,) = folder.glob("checkpoints/*/*.pt")
     assert load(path)["step"] == len(train_losses(only_log(folder).read_text()))
     assert "train_gpt: " not in run.err and 'train_gpt.py", line' not in run.err
@@ -454,7 +453,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_happ
 
 
 def test_a_hung_rank_ends_the_job(folder):
-    with Started(folder, tiny_flags(**LONG, timeout=5), processes=2) as run:
+    with Started(folder, tiny_flags(**LONG, collective_timeout=5), processes=2) as run:
         run.wait_for("step:2/")
         hung = run.ranks()[1]
         os.kill(hung, signal.SIGSTOP)
@@ -494,15 +493,19 @@ def test_a_loss_that_is_no_number_stops_the_run_and_the_last_good_checkpoint_sta
     assert path.read_bytes() == content and not list(after_four.glob("checkpoints/*/step_000005.pt"))
 
 
-def test_weights_that_are_no_numbers_are_not_saved(after_four, train_here):
-    path = checkpoint(after_four, 4)
+@pytest.mark.parametrize("step", [4, 7])
+def test_weights_that_are_no_numbers_are_not_saved(reference, tmp_path, train_here, step):
+    """The update of the next step makes them so; of the last step no loss is computed but the validation's."""
+    folder = Path(shutil.copytree(reference(1), tmp_path, dirs_exist_ok=True))
+    path = checkpoint(folder, 8).rename(checkpoint(folder, 8).with_name(f"step_{step:06d}.pt"))
     saved = load(path)
+    saved["step"] = step
     saved["state"]["adam"]["skip_weights.exp_avg"][:] = math.nan
     torch.save(saved, path)
-    code, out, err = train_here(after_four, "--resume=latest", "--save_every=1")
-    assert code == 1 and "Traceback" not in err and "step:5/8 train_loss" in out
-    assert last_line(after_four).startswith("ended: a weight is not finite: lower the learning rates")
-    assert [found.name for found in path.parent.glob("step_*")] == ["step_000004.pt"]
+    code, out, err = train_here(folder, "--resume=latest", "--save_every=1")
+    assert code == 1 and "Traceback" not in err and f"step:{step + 1}/8 train_loss" in out
+    assert re.match(r"ended: the (validation )?loss of step \d is nan", last_line(folder))
+    assert f"step_{step + 1:06d}.pt" not in {found.name for found in path.parent.iterdir()}
 
 
 def test_a_validation_loss_that_is_no_number_reaches_no_target(reference, tmp_path, train_here):
@@ -531,7 +534,7 @@ def test_a_full_disk_stops_neither_the_run_nor_harms_the_last_checkpoint(referen
         assert (run.exit_code(), run.err) == (1, ""), "a log that lacks lines is no success"
     assert run.out.splitlines()[-1] == "ended: finished, but this log lacks lines: full disk"
     assert run.out.count("no checkpoint at step") == 4
-    assert "no checkpoint at step 8, the run goes on: [Errno 27] File too large" in run.out
+    assert "no checkpoint at step 8: [Errno 27] File too large" in run.out
     assert train_losses(run.out) == train_losses(only_log(reference(1)).read_text())[4:8]
     assert log.stat().st_size == full_at
     assert not list(after_four.glob("checkpoints/*/*-*.tmp")) and not list(
@@ -577,7 +580,7 @@ def test_bad_data_that_only_one_process_meets_is_told_once_and_is_in_the_log(fol
     assert result.stderr.count(f"train_gpt: {reason}\n") == 1 and 'train_gpt.py", line' not in result.stderr
     assert last_line(folder) == f"ended: {reason}"
     (saved,) = folder.glob("checkpoints/*/*.pt")
-    assert load(saved)["step"] == len(train_losses(only_log(folder).read_text())) == 2
+    assert load(saved)["step"] == len(train_losses(only_log(folder).read_text())) == 1
 
 
 def test_a_validation_shard_that_shrinks_ends_the_run_with_a_line(folder):

@@ -33,6 +33,7 @@ from helpers import (
 from train_gpt import DistributedDataLoader, Shard, Trainer, World, make_settings, parse_flags
 
 RULE = "=" * 100
+RESULT = rf"validation loss \d\.\d{{4}} after 4 of the track's {make_settings({}, 1, False).num_iterations} steps"
 
 
 def trained(folder, processes=1, **settings) -> str:
@@ -128,7 +129,7 @@ def test_the_log_holds_source_machine_settings_data_and_steps(folder, train_here
         shape.append(rf"step:{step}/4 train_loss:\d\.\d{{6}} {times}")
         if step % 2 == 0:
             shape.append(rf"step:{step}/4 val_loss:\d\.\d{{4}} {times}")
-    shape += [r"validation loss \d\.\d{4} after 4 of the record's 900 steps", "ended: finished"]
+    shape += [RESULT, "ended: finished"]
     lines = steps.splitlines()
     assert out.splitlines() == lines, "a console that is no terminal shows the same lines"
     assert len(lines) == len(shape)
@@ -139,8 +140,7 @@ def test_the_log_holds_source_machine_settings_data_and_steps(folder, train_here
 def test_the_last_result_names_the_target_if_one_was_asked_for(folder, train_here):
     for target, verdict in (0, ""), (9, "; target 9.0 reached"), (0.1, "; target 0.1 not reached"):
         out = train_here(folder, target_loss=target)[1]
-        result = r"validation loss \d\.\d{4} after 4 of the record's 900 steps" + re.escape(verdict)
-        assert re.fullmatch(result, out.splitlines()[-2])
+        assert re.fullmatch(RESULT + re.escape(verdict), out.splitlines()[-2])
 
 
 def test_the_tracks_target_is_for_the_tracks_data():

@@ -5,9 +5,11 @@
 #include "nullgpu.h"
 
 #include <pthread.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 typedef struct Mapping {
     char *start;
@@ -81,6 +83,26 @@ bool nullgpu_find(const void *address, int *device, void **start, size_t *bytes)
     return found;
 }
 
+// Zeros that take no memory: whole pages are given back and read as zeros from then on.
+static void make_zero(char *start, size_t bytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char *first = (char *)(((uintptr_t)start + page - 1) / page * page);
+    char *last = (char *)((uintptr_t)(start + bytes) / page * page);
+    memset(start, 0, (size_t)(first - start));
+    madvise(first, (size_t)(last - first), MADV_DONTNEED);
+    memset(last, 0, (size_t)(start + bytes - last));
+}
+
+// A large copy to the host leaves zeros there: a script that looks at its weights must not find what was there before.
 void nullgpu_copy(void *to, const void *from, size_t bytes) {
-    if (bytes <= LARGEST_REAL_COPY && to != from) memmove(to, from, bytes);
+    int device = HOST;
+    void *start;
+    size_t size;
+    if (bytes <= LARGEST_REAL_COPY) {
+        if (to != from) memmove(to, from, bytes);
+    } else if (nullgpu_find(from, &device, &start, &size) && device != HOST) {
+        device = HOST;
+        nullgpu_find(to, &device, &start, &size);
+        if (device == HOST) make_zero(to, bytes);
+    }
 }

@@ -16,7 +16,7 @@
 #define CUDA_VERSION_SPOKEN 13000
 
 // Copies and fills up to this size are carried out, because flags, token ids and DDP's checks are small and must
-// arrive. Larger ones would only fill the host's memory with values that no kernel ever reads.
+// arrive. Larger ones would only fill the host's memory with values that no kernel ever reads; the host gets zeros.
 #define LARGEST_REAL_COPY MIB
 
 // What a process's context takes of a device before the first tensor: a guess, not measured on a card.
