@@ -807,17 +807,19 @@ class Run:
 
     def loop(self, first_step: int) -> float:
         """The steps from `first_step` on; returns the final validation loss."""
-        s, trainer, log, stopping = self.s, self.trainer, self.log, False
+        s, n, trainer, log, stopping = self.s, self.s.num_iterations, self.trainer, self.log, False
         position, batch, self.stepping = self.loader.position, self.loader.next_batch(), True
         show_bar = self.world.rank == 0 and sys.stderr.isatty()
         log.started = time.perf_counter()
-        for step in tqdm(range(first_step, s.num_iterations + 1), disable=not show_bar, leave=False):
-            if step == s.num_iterations or (s.val_loss_every and step % s.val_loss_every == 0):
+        for step in tqdm(range(first_step, n + 1), disable=not show_bar, leave=False):
+            if step == n or (s.val_loss_every and step % s.val_loss_every == 0):
                 log.stop_clock()
                 val_loss = trainer.validate(self.val_shard, step)
-                log.note(f"step:{step}/{s.num_iterations} val_loss:{val_loss:.4f} {log.times(step)}")
+                log.note(f"step:{step}/{n} val_loss:{val_loss:.4f} {log.times(step)}")
+                if not math.isfinite(val_loss):
+                    raise UserError(f"the validation loss of step {step} is {val_loss}: lower the learning rates", 1)
                 log.started = time.perf_counter()
-            if step < s.num_iterations:
+            if step < n:
                 try:  # read ahead: with bad data the run can still save
                     next_position, next_batch = self.loader.position, self.loader.next_batch()
                 except (UserError, OSError) as error:
@@ -825,9 +827,8 @@ class Run:
                 if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher:  # a new job may follow
                     self.stop = self.stop or UserError("torchrun is gone", 1)
                 loss, stopping = trainer.backward(batch, step, self.stop is not None)
-            due = s.save_every and step > first_step and (step % s.save_every == 0 or step == s.num_iterations)
-            if due or stopping:  # now, before the update: these weights have given a finite loss
-                log.stop_clock()
+            if stopping or (s.save_every and step > first_step and (step % s.save_every == 0 or step == n)):
+                log.stop_clock()  # before the update: these weights have given a finite loss
                 self.save(step, position)
                 log.started = time.perf_counter()
             if stopping:
@@ -835,11 +836,10 @@ class Run:
                 if self.world.size > 1:  # all end for the same reason, and nobody before rank 0 has saved
                     dist.all_gather_object(reasons, self.stop)
                 raise next(filter(None, reasons))
-            if step == s.num_iterations:
+            if step == n:
                 return val_loss
             trainer.update(step)
-            done = step + 1
-            log.note(f"step:{done}/{s.num_iterations} train_loss:{loss:.6f} {log.times(done)}", show=not show_bar)
+            log.note(f"step:{step + 1}/{n} train_loss:{loss:.6f} {log.times(step + 1)}", show=not show_bar)
             position, batch = next_position, next_batch
 
     def save(self, step: int, position: list[int]) -> None:
