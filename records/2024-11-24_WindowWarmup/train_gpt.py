@@ -794,7 +794,6 @@ class Run:
             log.note(f"peak memory: {allocated} MiB allocated, {reserved} MiB reserved")
 
     def loop(self, first_step: int) -> float:
-        """The steps from `first_step` on; returns the final validation loss."""
         s, n, trainer, log, stopping = self.s, self.s.num_iterations, self.trainer, self.log, False
         position, batch, self.stepping = self.loader.position, self.loader.next_batch(), True
         show_bar = self.world.rank == 0 and sys.stderr.isatty()
@@ -864,6 +863,7 @@ def main(arguments: list[str] | None = None) -> int:
         run = Run(world, flags)
         run.train()
         if world.size > 1:
+            run.trainer = None  # DDP holds the process group, whose threads must end before the interpreter does
             dist.destroy_process_group()
         ending, code = ("finished, but this log lacks lines: full disk", 1) if run.log.lost_bytes else ("finished", 0)
     except (UserError, OSError) as error:
