@@ -12,7 +12,10 @@ NUMBERS = (1, 2, 4, 8, 16, 64)
 
 
 def tables(counts: dict) -> dict:
-    numbers = on_other_numbers(counts)
+    """Both tables; that of numbers only from ranks with one sequence each, whose collectives are known."""
+    longest = max((item["tokens"] for item in counts["items"] if item["kind"] == "attention"), default=0)
+    one_each = counts["ranks"] > 1 and counts["ranks"] * longest == counts["tokens"]
+    numbers = on_other_numbers(counts) if one_each else {}
     return {"cards_ms": on_other_cards(counts), "numbers_ms": {str(number): ms for number, ms in numbers.items()}}
 
 

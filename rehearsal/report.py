@@ -409,10 +409,8 @@ def extrapolation_lines(tables: dict | None) -> list[str]:
         return []
     cards = ", ".join(f"{name} {ms:.0f}" for name, ms in tables["cards_ms"].items())
     numbers = ", ".join(f"{number}: {ms:.0f}" for number, ms in tables["numbers_ms"].items())
-    return [
-        f"    extrapolated to other cards, ms per step: {cards}",
-        f"    extrapolated to other numbers of H100s, the batch kept: {numbers}",
-    ]
+    lines = [f"    extrapolated to other cards, ms per step: {cards}"]
+    return [*lines, f"    extrapolated to other numbers of H100s, the batch kept: {numbers}"] if numbers else lines
 
 
 def verdict_lines(judged: list[dict]) -> list[str]:

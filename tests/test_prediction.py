@@ -444,6 +444,12 @@ def test_a_records_step_grows_with_its_window_and_shrinks_with_more_cards(softca
     assert elsewhere.on_other_numbers(softcap)[8] == pytest.approx(predict.predict(softcap)["run"]["ms"])
 
 
+def test_other_numbers_of_cards_are_told_only_from_ranks_with_one_sequence_each(softcap):
+    assert list(elsewhere.tables(softcap)["numbers_ms"]) == ["1", "2", "4", "8", "16", "64"]
+    assert elsewhere.tables(softcap | {"ranks": 1})["numbers_ms"] == {}  # its collectives are not known
+    assert elsewhere.tables(softcap | {"ranks": 4})["numbers_ms"] == {}  # it takes two sequences one after the other
+
+
 def test_fewer_cards_take_the_batch_in_turns_and_share_out_the_optimizer():
     muon, adam = product(8192, 8192, 8192, part="optimizer"), kernel(10**9, part="optimizer")
     counts = a_run([product(65536, 768, 768), attention(), muon, adam], steps=1)
