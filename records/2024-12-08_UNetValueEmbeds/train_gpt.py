@@ -259,7 +259,7 @@ class DistributedDataLoader:
 #         0 1 2 3 4 5 6
 #     0   /
 #     1   / /                / computed: the mask decides token by token
-#     2   / / /                (blank or .: not computed)
+#     2   / / /              . or blank: not computed
 #     3   . / / /
 #     4   . . . / /
 #     5   . . . / / /
