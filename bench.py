@@ -230,7 +230,7 @@ def main(arguments: list[str]) -> int:
         parts = step_parts(arguments[1:])
         if parts.pop("rank") == 0:
             print(f"parts {json.dumps(parts)}", flush=True)
-        return 0
+        os._exit(0)  # the threads of the process group would disturb the interpreter's end
     if not os.environ.keys() >= KEEP_MEMORY.keys():  # read when a process starts
         os.execve(sys.executable, [sys.executable, __file__, *arguments], os.environ | KEEP_MEMORY)
     parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False, exit_on_error=False)

@@ -12,8 +12,9 @@ from helpers import make_data, tiny_flags
 
 import train_gpt
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, which what they start would inherit.
+# Whoever runs the tests in the background may have them ignore Ctrl-C or SIGHUP, which what they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

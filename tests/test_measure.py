@@ -16,8 +16,8 @@ COMMAND = [sys.executable, "-m", "records", "measure", "--seeds", "1", "2"]
 @pytest.fixture
 def house(tmp_path):
     """A copy of the repository with two tiny records."""
-    shutil.copy(ROOT / "run.sh", tmp_path)
-    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    for name in ("run.sh", "launch.py", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/embedded_corpus.py").write_text("# the shards of this test are there already\n")
     write_shard(tmp_path / "data/tiny_train.bin", made_up_tokens(20_000, seed=1))
