@@ -48,9 +48,7 @@ SHA256 = {
 HERE = Path(__file__).resolve().parent
 
 
-# ----------------------------------------------------------------------------------------------------
-# Shards: documents as a stream of tokens, and for training as shuffled pieces of it
-# ----------------------------------------------------------------------------------------------------
+# ---- Shards: documents as a stream of tokens, and for training as shuffled pieces of it ------------------------------
 
 
 def stream_of(documents: Iterable[Iterable[bytes]]):
@@ -94,9 +92,7 @@ def write_shard(path: Path, documents: Iterable[Iterable[bytes]]) -> int:
     return len(tokens)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The embedded corpus
-# ----------------------------------------------------------------------------------------------------
+# ---- The embedded corpus ---------------------------------------------------------------------------------------------
 
 
 def make_embedded(folder: Path) -> None:
@@ -155,9 +151,7 @@ def torch_documents(torch: importlib.metadata.Distribution) -> tuple[list[tuple[
     return sorted(documents), changed
 
 
-# ----------------------------------------------------------------------------------------------------
-# Anybody's text: a document is (path, start, end), the bytes of a file or of a part of one
-# ----------------------------------------------------------------------------------------------------
+# ---- Anybody's text: a document is (path, start, end), the bytes of a file or of a part of one -----------------------
 
 Document = tuple[Path, int, int]
 VALIDATION_SHARE, MAX_VALIDATION_TOKENS = 10, 10 * 2**20 + 1  # one more than FineWeb's: targets are shifted by one

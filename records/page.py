@@ -73,9 +73,7 @@ def render(found: list[list[Entry]], diffs: list, without: list[str], output: Pa
     return PAGE.format(start=START, style=style, body="\n".join(body), data=data, script=script)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Table and curves of one track
-# ----------------------------------------------------------------------------------------------------
+# ---- Table and curves of one track -----------------------------------------------------------------------------------
 
 
 def render_track(number: int, entries: list[Entry], diffs: dict[str, int], folder: Path) -> str:
@@ -159,9 +157,7 @@ def number(value: float, digits: int) -> float | None:
     return round(value, digits) if abs(value) < 1e9 else None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Diffs
-# ----------------------------------------------------------------------------------------------------
+# ---- Diffs -----------------------------------------------------------------------------------------------------------
 
 
 def render_diff(number: int, old: str, new: str, diffs: list[Diff]) -> str:
@@ -206,9 +202,7 @@ def render_hunk(hunk: Hunk) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-# ----------------------------------------------------------------------------------------------------
-# The page's frame
-# ----------------------------------------------------------------------------------------------------
+# ---- The page's frame ------------------------------------------------------------------------------------------------
 
 NOTE = """<p class="quiet note">± is one standard deviation of the runs, and so is the band around a curve. Gain: time
 saved over the record before that reached the target. Evidence: does <code>python -m records check</code> pass, above

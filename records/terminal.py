@@ -80,9 +80,7 @@ def print_markdown(rows: list[list[str]]) -> None:
             print("|" + "|".join("---" if i in (0, len(row) - 1) else "---:" for i in range(len(row))) + "|")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Files that the tool writes
-# ----------------------------------------------------------------------------------------------------
+# ---- Files that the tool writes --------------------------------------------------------------------------------------
 
 
 def write_new(path: Path, content: bytes, ours: Callable[[bytes], bool], write: bool = True) -> None:

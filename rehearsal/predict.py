@@ -81,9 +81,7 @@ class Rates:
 FITTED = Rates()
 
 
-# ----------------------------------------------------------------------------------------------------
-# Documents and windows: how many pairs of blocks attention visits
-# ----------------------------------------------------------------------------------------------------
+# ---- Documents and windows: how many pairs of blocks attention visits ------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -121,9 +119,7 @@ def visible_blocks(window: int, documents: Documents = FINEWEB) -> tuple[float, 
     return masked, full
 
 
-# ----------------------------------------------------------------------------------------------------
-# Seconds of one item
-# ----------------------------------------------------------------------------------------------------
+# ---- Seconds of one item ---------------------------------------------------------------------------------------------
 
 
 def product_seconds(item: dict, card: Card, rates: Rates) -> float:
@@ -221,9 +217,7 @@ def seconds(item: dict, window: int, card: Card, rates: Rates, ranks: int | None
     raise ValueError(f"no such kind: {item['kind']}")
 
 
-# ----------------------------------------------------------------------------------------------------
-# One step: streams that wait for each other
-# ----------------------------------------------------------------------------------------------------
+# ---- One step: streams that wait for each other ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -287,9 +281,7 @@ def step_seconds(
     return parts
 
 
-# ----------------------------------------------------------------------------------------------------
-# The run: windows, and the whole prediction
-# ----------------------------------------------------------------------------------------------------
+# ---- The run: windows, and the whole prediction ----------------------------------------------------------------------
 
 
 def window_at(progress: float, counts: dict) -> int:

@@ -116,7 +116,7 @@ def read_failures(torchrun_log: str) -> dict[int, int]:
 
 
 def first_fault(errors: dict[int, str], failures: dict[int, int]) -> str:
-    """The error that led to the others: a fault of the rank itself rather than a lost connection, the earliest of these."""
+    """The error that led to the others: a rank's fault rather than a lost connection, the earliest of these."""
     told = {
         rank: f"killed by {signal.Signals(-code).name}"
         for rank, code in failures.items()

@@ -34,9 +34,7 @@ BEYOND_100_000, END_OF_REDUCTION = "__cudart_i2opi_f", "__internal_trig_reductio
 WIDE = (".s64", ".u64", ".b64")  # take two instructions of 32 bits each
 
 
-# ----------------------------------------------------------------------------------------------------
-# Kernels: the instructions of their code
-# ----------------------------------------------------------------------------------------------------
+# ---- Kernels: the instructions of their code -------------------------------------------------------------------------
 
 
 def count_instructions(ptx: str) -> tuple[Counter, list[Counter]]:
@@ -129,9 +127,7 @@ def attention_item(kernel: dict, ptx: str) -> dict:
     }
 
 
-# ----------------------------------------------------------------------------------------------------
-# Steps: cutting the trace, and the typical one
-# ----------------------------------------------------------------------------------------------------
+# ---- Steps: cutting the trace, and the typical one -------------------------------------------------------------------
 
 
 def cut(lines: list[str]) -> list[list[str]]:
@@ -162,9 +158,7 @@ def typical(steps: list[list[str]]) -> list[str]:
     return next(step for step in whole if len(step) == max(lengths, key=lambda length: (lengths[length], -length)))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Counts: the lines of a step as items and their order
-# ----------------------------------------------------------------------------------------------------
+# ---- Counts: the lines of a step as items and their order ------------------------------------------------------------
 
 
 class Counting:

@@ -96,9 +96,7 @@ def assert_one_line(result, *words, code=2):
         assert word in result.lines[-1]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Fetching
-# ----------------------------------------------------------------------------------------------------
+# ---- Fetching --------------------------------------------------------------------------------------------------------
 
 
 def test_n_gets_the_validation_shard_and_the_first_n_training_shards_and_leaves_nothing_else(hub, folder):
@@ -160,9 +158,7 @@ def test_the_other_variants_have_their_own_names_and_folders_from_any_directory_
         assert content(copied / place) == shards(1, prefix)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Interrupted, and several processes
-# ----------------------------------------------------------------------------------------------------
+# ---- Interrupted, and several processes ------------------------------------------------------------------------------
 
 
 def halfway(hub, folder):
@@ -216,9 +212,7 @@ def test_when_the_fetching_process_is_killed_a_waiting_one_takes_over(hub, folde
     assert content(folder) == shards(1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Faults of the hub and the network
-# ----------------------------------------------------------------------------------------------------
+# ---- Faults of the hub and the network -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", ["cut", "short", "other bytes", "408", "429", "503", "pause"])
@@ -316,9 +310,7 @@ def test_a_password_in_the_endpoint_is_never_printed(hub, folder, password):
     assert [result.returncode for result in results[:2]] in ([2, 0], [2, 2])  # a slash ends the host's name
 
 
-# ----------------------------------------------------------------------------------------------------
-# The disk and the terminal
-# ----------------------------------------------------------------------------------------------------
+# ---- The disk and the terminal ---------------------------------------------------------------------------------------
 
 
 def test_a_disk_that_is_too_small_is_reported_before_a_byte_is_fetched(hub, folder):
@@ -369,9 +361,7 @@ def test_a_terminal_shows_one_bar_with_bytes_rate_and_time_left(hub, folder):
     assert re.search(r"21\.1k/21\.1k \[\d\d:\d\d<\d\d:\d\d, .*B/s\]", bars[-1])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Settings
-# ----------------------------------------------------------------------------------------------------
+# ---- Settings --------------------------------------------------------------------------------------------------------
 
 
 def test_revision_pins_a_version_and_replaces_shards_of_another(folder):
@@ -437,9 +427,7 @@ def test_a_wrong_argument_is_reported_in_one_line_and_leaves_no_folder(hub, tmp_
     assert sorted(copied.iterdir()) == before
 
 
-# ----------------------------------------------------------------------------------------------------
-# --check
-# ----------------------------------------------------------------------------------------------------
+# ---- --check ---------------------------------------------------------------------------------------------------------
 
 
 def test_check_is_content_with_good_shards_and_asks_nobody(hub, folder):

@@ -55,9 +55,7 @@ def test_a_zero_gradient_gives_no_update(shape):
     assert torch.equal(param, before)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Steps, on one and on several processes
-# ----------------------------------------------------------------------------------------------------
+# ---- Steps, on one and on several processes --------------------------------------------------------------------------
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -168,9 +166,7 @@ def test_on_gpus_a_chunk_is_gathered_while_the_next_one_is_orthogonalized(on_pro
         assert ", ".join(results["events"]) == expected
 
 
-# ----------------------------------------------------------------------------------------------------
-# Adam's part
-# ----------------------------------------------------------------------------------------------------
+# ---- Adam's part -----------------------------------------------------------------------------------------------------
 
 
 def test_every_parameter_has_one_optimizer_and_adam_has_the_rates_and_eps_of_the_settings():

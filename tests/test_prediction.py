@@ -46,9 +46,7 @@ def a_run(items: list[dict], order: list[list[int]] | None = None, **more) -> di
     return {"items": items, "order": order, **known, **more}
 
 
-# ----------------------------------------------------------------------------------------------------
-# One item
-# ----------------------------------------------------------------------------------------------------
+# ---- One item --------------------------------------------------------------------------------------------------------
 
 
 def test_a_product_that_fills_the_card_takes_its_operations_at_the_peak():
@@ -100,9 +98,7 @@ def test_collectives_move_what_a_ring_moves():
     assert taken("AllReduce", size, 16) == pytest.approx(2 * 15 / 16 * size / 50e9)  # beyond a node: the network
 
 
-# ----------------------------------------------------------------------------------------------------
-# Attention by visible blocks
-# ----------------------------------------------------------------------------------------------------
+# ---- Attention by visible blocks -------------------------------------------------------------------------------------
 
 
 def test_the_share_of_tokens_within_one_document_is_that_of_drawn_documents():
@@ -157,9 +153,7 @@ def test_windows_are_cut_as_the_compiled_mask_cuts_them(mask, first, middle, las
     assert [predict.window_at(progress, run) for progress in (0, 0.49, 0.999)] == [first, middle, last]
 
 
-# ----------------------------------------------------------------------------------------------------
-# A step on its streams
-# ----------------------------------------------------------------------------------------------------
+# ---- A step on its streams -------------------------------------------------------------------------------------------
 
 
 def second_of_kernel(part: str = "other kernels") -> dict:
@@ -213,9 +207,7 @@ def test_the_run_is_the_mean_over_its_steps_and_says_tokens_and_utilisation():
     assert 0 < found["flop_utilisation"] < Rates().products
 
 
-# ----------------------------------------------------------------------------------------------------
-# More work never gets cheaper
-# ----------------------------------------------------------------------------------------------------
+# ---- More work never gets cheaper ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -251,9 +243,7 @@ def test_faster_cards_are_never_slower():
     assert by_card["H200"] == predict.predict(counts, replace(H100, memory_bytes=4.8e12))["run"]["ms"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Reading a trace
-# ----------------------------------------------------------------------------------------------------
+# ---- Reading a trace -------------------------------------------------------------------------------------------------
 
 PTX = """
 .global .align 4 .b8 __cudart_i2opi_f[24] = {65};
@@ -381,9 +371,7 @@ def test_counts_do_not_depend_on_the_handles_of_streams_and_events(tmp_path):
     assert steps.count(renamed, tmp_path, set()) == steps.count(TRACE, tmp_path, set())
 
 
-# ----------------------------------------------------------------------------------------------------
-# What is published
-# ----------------------------------------------------------------------------------------------------
+# ---- What is published -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -462,9 +450,7 @@ def test_fewer_cards_take_the_batch_in_turns_and_share_out_the_optimizer():
     assert 1.5 * eight < four < 2.1 * eight
 
 
-# ----------------------------------------------------------------------------------------------------
-# Two rehearsals side by side, the picture, and reports that are used again
-# ----------------------------------------------------------------------------------------------------
+# ---- Two rehearsals side by side, the picture, and reports that are used again ---------------------------------------
 
 
 def a_report(counts: dict, **more) -> dict:
@@ -595,9 +581,7 @@ def test_a_comparison_that_cannot_be_made_is_refused_in_one_line(unchanged, word
     assert capsys.readouterr().err == f"rehearse: {told}\n"
 
 
-# ----------------------------------------------------------------------------------------------------
-# Kernels that spill
-# ----------------------------------------------------------------------------------------------------
+# ---- Kernels that spill ----------------------------------------------------------------------------------------------
 
 
 def test_spills_are_those_of_kernels_that_run_and_name_their_alternatives():

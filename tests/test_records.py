@@ -125,9 +125,7 @@ def windows_of(trainer) -> list[torch.Tensor]:
     return [getattr(trainer, name) for name in ("window", "window_blocks") if hasattr(trainer, name)]
 
 
-# ----------------------------------------------------------------------------------------------------
-# All records: settings, plumbing, data
-# ----------------------------------------------------------------------------------------------------
+# ---- All records: settings, plumbing, data ---------------------------------------------------------------------------
 
 
 @of_all
@@ -321,9 +319,7 @@ def test_validation_is_the_mean_loss_of_the_first_tokens_with_the_window_of_that
         assert found == pytest.approx(sum(losses) / 4, rel=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Schedules and sizes at full size, as published
-# ----------------------------------------------------------------------------------------------------
+# ---- Schedules and sizes at full size, as published ------------------------------------------------------------------
 
 
 def schedule_of(script, **changes) -> list[tuple]:
@@ -463,9 +459,7 @@ def test_a_new_model_guesses_uniformly_and_its_mixing_weights_start_as_published
             assert bool(param.eq(0).all()) == (name.endswith("project.weight") or name == "head.weight")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Masks, against dense ones made with plain loops
-# ----------------------------------------------------------------------------------------------------
+# ---- Masks, against dense ones made with plain loops -----------------------------------------------------------------
 
 
 def dense_mask(documents: list[int], in_window) -> torch.Tensor:
@@ -593,9 +587,7 @@ def test_grouped_queries_are_attention_over_repeated_keys_and_values(script, use
         script.make_settings(dict(num_kv_heads=4), 1, on_gpu=True)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Models, against one written out in float64
-# ----------------------------------------------------------------------------------------------------
+# ---- Models, against one written out in float64 ----------------------------------------------------------------------
 
 
 def rms(x):
@@ -718,9 +710,7 @@ def test_loss_and_gradients_are_those_of_a_model_written_out(
     assert_same_loss_and_gradients(model, loss, reference_loss, tokens, targets, mask, 16, turning, value_of, softcap)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Muon, against plain loops and on several processes; how gradients are summed
-# ----------------------------------------------------------------------------------------------------
+# ---- Muon, against plain loops and on several processes; how gradients are summed ------------------------------------
 
 MOMENTA = [0.5, 0.7, 0.8, 0.9, 0.95]  # it changes: with one momentum for all steps, both kinds give the same updates
 
@@ -959,9 +949,7 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_sequences_losses_side_by_side_or
         assert trainer.backward([side_by_side], step=0)[0] == pytest.approx(loss, rel=1e-6)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What only some of them have
-# ----------------------------------------------------------------------------------------------------
+# ---- What only some of them have -------------------------------------------------------------------------------------
 
 
 @of([WINDOW_WARMUP, UNET])
@@ -1082,9 +1070,7 @@ def test_the_tuning_of_inductor_is_a_setting(script, setting, option):
             assert getattr(torch._inductor.config, option) is tuning
 
 
-# ----------------------------------------------------------------------------------------------------
-# The baseline: GPT-2
-# ----------------------------------------------------------------------------------------------------
+# ---- The baseline: GPT-2 ---------------------------------------------------------------------------------------------
 
 
 def layer_norm(x, weight, bias):
@@ -1170,9 +1156,7 @@ def test_the_baselines_adamw_decays_matrices_and_tables_only():
     assert {group["betas"] for group in trainer.adam.param_groups} == {(0.9, 0.95)}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Whole runs
-# ----------------------------------------------------------------------------------------------------
+# ---- Whole runs ------------------------------------------------------------------------------------------------------
 
 
 def run_here(script, arguments) -> int:

@@ -190,9 +190,7 @@ def test_no_content_whatever_makes_the_reader_fail(data, tmp_path):
     assert all(1 <= line <= content.count(b"\n") + 1 for line, _ in log.complaints)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Dialects of the public logs
-# ----------------------------------------------------------------------------------------------------
+# ---- Dialects of the public logs -------------------------------------------------------------------------------------
 
 
 def training_lines(first, last, steps, ms=100.0, offset=0):
@@ -367,9 +365,7 @@ def test_the_quick_way_to_read_a_log_finds_what_the_thorough_one_finds(name, tmp
         assert getattr(quick, fact) == getattr(thorough, fact), fact
 
 
-# ----------------------------------------------------------------------------------------------------
-# How a run ended and what a resumed run changed
-# ----------------------------------------------------------------------------------------------------
+# ---- How a run ended and what a resumed run changed ------------------------------------------------------------------
 
 
 def test_a_log_says_itself_how_the_run_ended(tmp_path):
@@ -411,9 +407,7 @@ def test_check_sees_what_a_resumed_run_changed(change, decides, tmp_path):
     assert (f"0002.txt was resumed with another {told}" if decides else f"changed on resume: {told}") in done.out
 
 
-# ----------------------------------------------------------------------------------------------------
-# Hardware
-# ----------------------------------------------------------------------------------------------------
+# ---- Hardware --------------------------------------------------------------------------------------------------------
 
 EIGHT = "".join(NVIDIA_SMI.splitlines(keepends=True)[:4]) + "".join(
     f"|   {i}  NVIDIA H100 80GB HBM3          {state} |   00000000:{i}9:00.0 Off |                    0 |\n"
@@ -447,9 +441,7 @@ def test_unknown_hardware_is_unknown(tmp_path):
     assert "other hardware" in gains[1] and all("hardware unknown" in line for line in gains[2:])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Folders
-# ----------------------------------------------------------------------------------------------------
+# ---- Folders ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

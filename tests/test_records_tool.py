@@ -35,9 +35,7 @@ from scipy import stats
 
 from records.figures import p_below, welch
 
-# ----------------------------------------------------------------------------------------------------
-# list
-# ----------------------------------------------------------------------------------------------------
+# ---- list ------------------------------------------------------------------------------------------------------------
 
 
 def test_list_works_before_there_are_records(tmp_path):
@@ -148,9 +146,7 @@ def test_list_says_when_the_evidence_does_not_suffice_and_why(tmp_path):
     assert table_row(out, "3_Cut")[1] == "5 + 1 unfinished" and table_row(out, "3_Cut")[-1] == "no: complete"
 
 
-# ----------------------------------------------------------------------------------------------------
-# check
-# ----------------------------------------------------------------------------------------------------
+# ---- check -----------------------------------------------------------------------------------------------------------
 
 
 def test_check_says_p_0_0001_for_the_published_softcap_losses(tmp_path):
@@ -248,9 +244,7 @@ def test_check_takes_the_target_from_the_log_and_judges_each_track_alone(tmp_pat
     assert "Two, target 1.04" in out and "Two, target 3.28" in out and out.count("verdict: the evidence suffices") == 2
 
 
-# ----------------------------------------------------------------------------------------------------
-# compare, and other forms of the tables
-# ----------------------------------------------------------------------------------------------------
+# ---- compare, and other forms of the tables --------------------------------------------------------------------------
 
 
 def test_compare_gives_welchs_test_and_its_interval(tmp_path):
@@ -320,9 +314,7 @@ def test_json_and_markdown_say_what_the_tables_say(tmp_path):
     assert "not allowed with" in tool("list", "--json", "--markdown", code=2).err
 
 
-# ----------------------------------------------------------------------------------------------------
-# The command line
-# ----------------------------------------------------------------------------------------------------
+# ---- The command line ------------------------------------------------------------------------------------------------
 
 
 MISTAKES = [

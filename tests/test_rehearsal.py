@@ -24,9 +24,7 @@ from rehearsal.watch import peak_memory  # noqa: E402
 
 STAND_IN = ROOT / "rehearsal" / "stand_in.py"
 
-# ----------------------------------------------------------------------------------------------------
-# Reading logs
-# ----------------------------------------------------------------------------------------------------
+# ---- Reading logs ----------------------------------------------------------------------------------------------------
 
 
 def dynamo_lines(kind: str, compile_id: str, *messages: str, rank: int = 0) -> str:
@@ -252,9 +250,7 @@ def test_the_first_fault_is_named_and_not_what_followed_from_it():
     assert readings.first_fault({}, readings.read_failures("")) == ""
 
 
-# ----------------------------------------------------------------------------------------------------
-# Judging and saying
-# ----------------------------------------------------------------------------------------------------
+# ---- Judging and saying ----------------------------------------------------------------------------------------------
 
 
 def found_nothing(**run) -> dict:
@@ -305,9 +301,7 @@ def test_an_order_of_collectives_is_told_only_where_there_is_one():
     assert report.collective_lines({**some, "in_all": 0, "per_step": 0}, 8) == ["collectives   none"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Reading collectives
-# ----------------------------------------------------------------------------------------------------
+# ---- Reading collectives ---------------------------------------------------------------------------------------------
 
 START = "Broadcast 7 float32 28\n"
 STEP = "AllReduce 100 float32 400\nOptimizer 0 {0} {0}\nAllGather 10 bfloat16 20\nOptimizer 1 {0} {1}\n"
@@ -370,9 +364,7 @@ def test_the_first_differing_collective_is_named():
     assert readings.first_difference({0: same, 1: short}, all_ended=False) == ""  # it was stopped, not wrong
 
 
-# ----------------------------------------------------------------------------------------------------
-# Memory, kernels, settings, data
-# ----------------------------------------------------------------------------------------------------
+# ---- Memory, kernels, settings, data ---------------------------------------------------------------------------------
 
 
 def event(action: str, addr: int, size: int, time_us: int) -> dict:
@@ -571,9 +563,7 @@ def test_nvidia_smi_says_that_it_is_not_real():
     assert shown.count("H200 (null GPU)") == 2
 
 
-# ----------------------------------------------------------------------------------------------------
-# The null GPU itself, and seeded faults (slow)
-# ----------------------------------------------------------------------------------------------------
+# ---- The null GPU itself, and seeded faults (slow) -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -40,9 +40,7 @@ from train_gpt import Settings, Trainer
 RUN = dict(num_iterations=8, save_every=4, cooldown_frac=0.5)
 LONG = dict(num_iterations=100_000)
 
-# ----------------------------------------------------------------------------------------------------
-# Running and comparing
-# ----------------------------------------------------------------------------------------------------
+# ---- Running and comparing -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +81,7 @@ def is_one_line(err: str, text: str) -> bool:
     return err.startswith("train_gpt: ") and err.count("\n") == 1 and text in err
 
 
-# ----------------------------------------------------------------------------------------------------
-# Resuming
-# ----------------------------------------------------------------------------------------------------
+# ---- Resuming --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -180,9 +176,7 @@ def test_other_data_is_refused_and_the_same_data_elsewhere_is_not(after_four, tr
     assert train_here(after_four, "--resume=latest", *moved)[0] == 0
 
 
-# ----------------------------------------------------------------------------------------------------
-# Checkpoints
-# ----------------------------------------------------------------------------------------------------
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_holds_everything_as_plain_data(reference):
@@ -314,9 +308,7 @@ def test_the_last_two_checkpoints_are_kept_and_nothing_of_an_interrupted_one(aft
     assert sorted(path.name for path in after_four.glob("checkpoints/*/*")) == ["step_000006.pt", "step_000008.pt"]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Two writers of one run
-# ----------------------------------------------------------------------------------------------------
+# ---- Two writers of one run ------------------------------------------------------------------------------------------
 
 
 def test_a_second_writer_of_a_run_is_refused_and_the_first_goes_on(folder):
@@ -349,9 +341,7 @@ def test_ranks_whose_torchrun_was_killed_end_by_themselves_and_a_new_job_goes_on
     assert losses == [str(step) for step in range(1, len(losses) + 1)]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Signals
-# ----------------------------------------------------------------------------------------------------
+# ---- Signals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
@@ -433,9 +423,7 @@ def test_torchrun_passes_a_signal_on(folder):
     assert 'train_gpt.py", line' not in run.err and "SIGKILL" not in run.err
 
 
-# ----------------------------------------------------------------------------------------------------
-# Kills, crashes, hangs, and losses that are no numbers
-# ----------------------------------------------------------------------------------------------------
+# ---- Kills, crashes, hangs, and losses that are no numbers -----------------------------------------------------------
 
 
 def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_happened(reference, folder):
@@ -519,9 +507,7 @@ def test_a_validation_loss_that_is_no_number_reaches_no_target(reference, tmp_pa
     assert last_line(folder).startswith("ended: the validation loss of step 8 is nan")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Full disks
-# ----------------------------------------------------------------------------------------------------
+# ---- Full disks ------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_stops_neither_the_run_nor_harms_the_last_checkpoint(reference, after_four):
@@ -552,9 +538,7 @@ def test_a_torn_last_line_of_the_log_stays_alone(after_four, train_here):
     assert re.match("1 x .*; float32, eager$", added(after_four, before)[0])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Shards that change during a run
-# ----------------------------------------------------------------------------------------------------
+# ---- Shards that change during a run ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", ["shrinks", "grows", "is deleted"])

@@ -103,9 +103,7 @@ def test_a_validation_is_the_mean_loss_over_the_first_tokens_and_leaves_no_trace
     assert all(param.grad is None for param in trainer.model.parameters())
 
 
-# ----------------------------------------------------------------------------------------------------
-# Log and console
-# ----------------------------------------------------------------------------------------------------
+# ---- Log and console -------------------------------------------------------------------------------------------------
 
 
 def test_the_log_holds_source_machine_settings_data_and_steps(folder, train_here):
@@ -199,9 +197,7 @@ def test_a_terminal_gets_a_progress_bar_and_validation_lines(folder):
     assert "train_loss" not in text  # step lines are for consoles that are no terminals
 
 
-# ----------------------------------------------------------------------------------------------------
-# Launchers
-# ----------------------------------------------------------------------------------------------------
+# ---- Launchers -------------------------------------------------------------------------------------------------------
 
 
 def test_two_torchrun_agents_train_together(tmp_path):
