@@ -9,6 +9,7 @@ A run writes logs/<id>.txt: this source, the machine, every setting, the data's 
 """
 
 import argparse
+import atexit
 import difflib
 import fcntl
 import glob
@@ -901,9 +902,6 @@ def main(arguments: list[str] | None = None) -> int:
         world = join_world(flags.get("collective_timeout", Settings.collective_timeout))
         run = Run(world, flags)
         run.train()
-        if world.size > 1:
-            run.trainer = None  # DDP holds the process group, whose threads must end before the interpreter does
-            dist.destroy_process_group()
         ending, code = ("finished, but this log lacks lines: full disk", 1) if run.log.lost_bytes else ("finished", 0)
     except (UserError, OSError) as error:
         ending, code = (*error.args, 2)[:2] if isinstance(error, UserError) else (error, 2)
@@ -923,5 +921,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if code := main():
-        os._exit(code)  # at once: after a failure, threads that wait for other processes would keep this one alive
+    if (code := main()) == 0:
+        atexit._run_exitfuncs()  # what profilers and trackers have registered
+        sys.stdout.flush()
+    os._exit(code)  # at once: threads that wait for other processes would hold up or abort the interpreter's own end
