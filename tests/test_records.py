@@ -10,10 +10,12 @@ import gc
 import importlib.util
 import itertools
 import math
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, fields, replace
 from datetime import timedelta
 
@@ -865,7 +867,10 @@ def work_of_a_process(rank: int, folder: str) -> None:
             if size == 3:
                 found["uneven"] = gradients_of_a_batch(script, world, sequences=5)
         torch.save(results, f"{folder}/{size}_{rank}.pt")
+        gc.collect()
+        time.sleep(0.3)  # destroying a group that a thread of gloo still holds would abort the process
         dist.destroy_process_group()
+    os._exit(0)
 
 
 @pytest.fixture(scope="module")
