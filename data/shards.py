@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -73,7 +74,11 @@ def workplace(folder: Path) -> Iterator[Path]:
             unfinished.mkdir()
             yield unfinished
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            for _ in range(40):  # after a fault, other downloads may go on writing into it for a moment
+                shutil.rmtree(unfinished, ignore_errors=True)
+                time.sleep(0.05)
+                if not unfinished.exists():
+                    break
 
 
 def argument_parser(doc: str) -> argparse.ArgumentParser:
