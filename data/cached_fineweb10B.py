@@ -1,5 +1,4 @@
-"""
-FineWeb in GPT-2 tokens, 100M per shard, from the hub into data/fineweb10B/.
+"""FineWeb in GPT-2 tokens, 100M per shard, from the hub into data/fineweb10B/.
 
     python data/cached_fineweb10B.py             # validation shard 0 and all 103 training shards (21 GB)
     python data/cached_fineweb10B.py 9           # validation shard 0 and the first 9 training shards (2 GB)
@@ -17,6 +16,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -53,8 +53,8 @@ def explained(what: str, error: Exception) -> tuple[UserError, bool]:
     return UserError(re.sub(r"//\S*@", "//", f"{what}: {happened}; {advice}")), status in LASTING
 
 
-def look_up(repo: str, revision: str | None) -> tuple:
-    """The hub's client, the commit, and size and sha256 of each file as the hub states them."""
+def look_up(repo: str, revision: str | None) -> tuple[Callable[..., str], str, dict]:
+    """The client's download, the commit, and size and sha256 of each file as the hub states them."""
     # The client reads these when it is imported: no bars, warnings or telemetry of its own.
     os.environ |= dict(HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_VERBOSITY="critical")
     try:
@@ -68,12 +68,12 @@ def look_up(repo: str, revision: str | None) -> tuple:
         info = pool.submit(hub.dataset_info, repo, revision=revision, files_metadata=True).result(ANSWER_SECONDS)
     except Exception as error:
         raise explained(f"{repo} at {constants.ENDPOINT}", error)[0] from None
-    return hub, info.sha, {file.rfilename: file.lfs for file in info.siblings or ()}
+    return hub.hf_hub_download, info.sha, {file.rfilename: file.lfs for file in info.siblings or ()}
 
 
 def fetch(repo: str, revision: str | None, folder: Path, names: list[str]) -> None:
     """Get the shards that are not there, and with a revision also those that are not that revision's."""
-    hub, commit, files = look_up(repo, revision)
+    download, commit, files = look_up(repo, revision)
     if absent := [name for name in names if not files.get(name)]:
         raise UserError(f"{repo} at {commit} has no {absent[0]} with a sha256; check N, --repo and --revision")
     with workplace(folder) as unfinished:
@@ -82,15 +82,15 @@ def fetch(repo: str, revision: str | None, folder: Path, names: list[str]) -> No
             raise UserError(f"{folder}: {need:,} bytes to fetch, {free:,} free; make room, choose --dir or a smaller N")
         source = dict(repo_id=repo, repo_type="dataset", revision=commit, local_dir=unfinished)
         pool = ThreadPoolExecutor(4)
-        jobs = {pool.submit(fetch_shard, hub, folder / n, files[n].sha256, source): files[n].size for n in wanted}
+        jobs = {pool.submit(fetch_shard, download, folder / n, files[n].sha256, source): files[n].size for n in wanted}
         watch(jobs, unfinished)
 
 
-def fetch_shard(hub, path: Path, sha256: str, source: dict) -> None:
+def fetch_shard(download: Callable[..., str], path: Path, sha256: str, source: dict) -> None:
     """Fetch one shard, again if need be, and give it its name when it is right."""
     for pause in (1, 5, None):  # seconds; within one download the client tries five times to go on
         try:
-            arrived = Path(hub.hf_hub_download(filename=path.name, **source))
+            arrived = Path(download(filename=path.name, **source))
             if sha256_of(arrived) == sha256:
                 break
             arrived.unlink()

@@ -1,5 +1,4 @@
-"""
-Byte-token shards without the network.
+"""Byte-token shards without the network.
 
     python data/embedded_corpus.py               # the default corpus -> data/embedded/ (79 MB)
     python data/embedded_corpus.py --text DIR    # any folder of text -> data/<name of DIR>/
@@ -19,6 +18,8 @@ tokens, each with token 256 in front, shuffled once and for all; a shorter last 
 whole documents in their order.
 """
 
+from __future__ import annotations
+
 import base64
 import csv
 import glob
@@ -31,8 +32,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shards import UserError, argument_parser, header, run, sha256_of, workplace
+
+if TYPE_CHECKING:
+    import numpy as np
 
 DOCUMENT_TOKEN = 256
 MAX_SHARD_TOKENS = 100_000_000  # as FineWeb's
@@ -51,7 +56,7 @@ HERE = Path(__file__).resolve().parent
 # ---- Shards: documents as a stream of tokens, and for training as shuffled pieces of it ------------------------------
 
 
-def stream_of(documents: Iterable[Iterable[bytes]]):
+def stream_of(documents: Iterable[Iterable[bytes]]) -> np.ndarray:
     """The tokens of documents, each given in chunks, with the document token before each."""
     import numpy as np
 
@@ -62,7 +67,7 @@ def stream_of(documents: Iterable[Iterable[bytes]]):
     return np.concatenate(parts)
 
 
-def shuffled_pieces(stream):
+def shuffled_pieces(stream: np.ndarray) -> np.ndarray:
     """Cut a stream into pieces of 512 tokens: the document token and the next 511. The full ones are shuffled, always
     in the same way (numpy keeps RandomState's results for ever); what is left at the end is the last, shorter piece."""
     import numpy as np

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 # A shard is 256 int32 (20240520, 1, number of tokens, zeros), then the tokens as uint16.
 MAGIC, VERSION, HEADER_BYTES, TOKEN_BYTES = 20240520, 1, 1024, 2
@@ -85,7 +86,7 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
     """A parser with the docstring as its help, whose complaints are UserErrors."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    def error(message: str):
+    def error(message: str) -> NoReturn:
         raise UserError(f"{message} (--help shows the usage)")
 
     parser.error = error

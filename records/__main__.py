@@ -22,13 +22,17 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from records.evidence import DEFAULT_TARGET
 from records.tables import check, compare, list_records
 from records.terminal import Paint, UserError, brief, harmless, painter, shown, write_new, write_out
 
 HOME = Path(__file__).resolve().parent
+
+Command = Callable[[argparse.Namespace, Paint], int]
 
 
 def extract(args: argparse.Namespace, paint: Paint) -> int:
@@ -114,7 +118,7 @@ def page(args: argparse.Namespace, paint: Paint) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{brief(message, 500)} (see: python -m records --help)")
 
 
@@ -147,7 +151,7 @@ def parser() -> Parser:
     form.add_argument("--json", action="store_true", help="for programs")
     form.add_argument("--markdown", action="store_true", help="for a pull request")
 
-    def command(name: str, function, help: str, *parents: Parser) -> Parser:
+    def command(name: str, function: Command, help: str, *parents: Parser) -> Parser:
         added = commands.add_parser(name, help=help, parents=[shared, *parents])
         added.set_defaults(function=function)
         return added

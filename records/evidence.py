@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from records.figures import SIGNIFICANCE, have_scipy, mean, p_below, show_p, spread
 from records.folders import SCRIPT, Record
@@ -21,6 +21,8 @@ HARMLESS_SETTINGS = {"seed", "resume", "resume_anyway", "save_every", "log_dir",
 HARMLESS_ON_RESUME = HARMLESS_SETTINGS - {"seed"} | {"val_loss_every"}
 SMOOTHING = 0.02  # of the steps, over which training losses are averaged; at least
 SMOOTHED_STEPS = 50  # so many
+
+Value = TypeVar("Value")
 
 
 class Check(NamedTuple):
@@ -327,7 +329,7 @@ def smooth(found: list[list[tuple]], steps: int) -> list[Moment]:
     return moments
 
 
-def only(values: Iterable, otherwise):
+def only(values: Iterable[Value], otherwise: Value) -> Value:
     """The one value that all share."""
     values = list(dict.fromkeys(values))
     return values[0] if len(values) == 1 else otherwise

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def read_header(log: Log, data: bytes, start: int, body: int) -> None:
         log.data, log.data_files = fingerprint(shards)
 
 
-def number(value) -> float | None:
+def number(value: object) -> float | None:
     try:
         value = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -88,7 +89,7 @@ def gpus_of(data: bytes, start: int, body: int) -> list[tuple[str, int]]:
     return []
 
 
-def table_rows(data: bytes, first: int, last: int):
+def table_rows(data: bytes, first: int, last: int) -> Iterator[bytes]:
     """The lines that start with a bar, as those of nvidia-smi's table do."""
     at = data.find(b"\n|", first, last)
     while at >= 0:

@@ -1,13 +1,19 @@
 """Curves as a picture: loss over time and over steps, one row for each track."""
 
+from __future__ import annotations
+
 import argparse
 import io
 import math
 import warnings
+from typing import TYPE_CHECKING
 
 from records.evidence import Entry, Moment, complain, track_title, tracks
 from records.tables import records_to_show
 from records.terminal import UserError, brief, harmless, many, write_new
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DRAWABLE = 1e9  # larger figures come from damaged logs, and would flatten everything else
 LEGEND_ROWS = 26
@@ -30,7 +36,7 @@ def plot(args: argparse.Namespace) -> int:
     size = 13 + 3.5 * columns, 5 * len(found)
     figure, rows = pyplot.subplots(len(found), 2, figsize=size, squeeze=False, sharey="row", layout="constrained")
     for axes, entries in zip(rows, found.values(), strict=True):
-        plot_track(axes, entries)
+        plot_track(tuple(axes), entries)
     picture = io.BytesIO()
     try:
         with warnings.catch_warnings():
@@ -47,7 +53,7 @@ def plot(args: argparse.Namespace) -> int:
     return 0
 
 
-def plot_track(axes, entries: list[Entry]) -> None:
+def plot_track(axes: tuple[Axes, Axes], entries: list[Entry]) -> None:
     """Loss over time on the left, over steps on the right; the band is one standard deviation of the runs.
 
     The thin line is the training loss, smoothed over the same share of the steps in every record.

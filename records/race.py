@@ -123,7 +123,7 @@ def runnable(program: Program, folder: Path, side: str) -> Path:
 
 
 @contextmanager
-def only_one_race_in(folder: Path):
+def only_one_race_in(folder: Path) -> Iterator[IO]:
     """A lock on the folder. The runs inherit it, so a run that outlives a killed race still holds it."""
     import fcntl  # not on Windows, and only a race needs it
 

@@ -25,11 +25,11 @@ COLUMNS = ["record", "runs", "steps", "final loss", "time", "to target", "gain",
 WORDS = {True: ("ok", "green"), False: ("FAIL", "bold red"), None: ("?", "yellow")}
 
 
-def print_json(value) -> None:
+def print_json(value: dict | list) -> None:
     print(json.dumps(plain(value), indent=1, ensure_ascii=False))
 
 
-def plain(value):
+def plain(value: object) -> object:
     """The same without nan and infinities, which JSON does not have, and without control characters."""
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in value.items()}

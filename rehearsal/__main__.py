@@ -17,6 +17,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from rehearsal import calibration, compare, launch, picture, predict, report
 from rehearsal.launch import UserError, say
@@ -25,7 +26,7 @@ TRIALS = 3  # shorter sequences that are tried after a run out of memory
 
 
 class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 

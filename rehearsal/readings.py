@@ -392,7 +392,7 @@ def settings_of(source: str) -> dict:
     return {}
 
 
-def constant(expression: ast.expr | None):
+def constant(expression: ast.expr | None) -> object:
     """The value of 64 * 1024 and the like, or of a call's first argument; None where it is not a constant."""
     if isinstance(expression, ast.Call):
         named = {word.arg: word.value for word in expression.keywords}

@@ -20,6 +20,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 BLOCK = 128  # tokens of a block of FlexAttention's mask
@@ -162,7 +163,7 @@ def typical(steps: list[list[str]]) -> list[str]:
 
 
 class Counting:
-    def __init__(self, kernels: dict[int, dict], ptx_of, vocabulary: set[int]):
+    def __init__(self, kernels: dict[int, dict], ptx_of: Callable[[dict], str], vocabulary: set[int]):
         self.kernels, self.ptx_of, self.vocabulary = kernels, ptx_of, vocabulary
         self.items: dict[str, int] = {}
         self.order: list[list[int]] = []
@@ -260,7 +261,7 @@ class Counting:
     def add_bytes(self, at: int, count: int) -> None:
         self.change(at, lambda item: item.update(bytes=item["bytes"] + count))
 
-    def change(self, at: int, how) -> None:
+    def change(self, at: int, how: Callable[[dict], None]) -> None:
         item = json.loads(list(self.items)[self.order[at][0]])
         how(item)
         self.order[at][0] = self.items.setdefault(json.dumps(item, sort_keys=True), len(self.items))
