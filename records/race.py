@@ -149,7 +149,7 @@ def count_gpus() -> int:
 
 
 def default_processes() -> int:
-    """One process a GPU; on a CPU 2, or 1 where there is only one core."""
+    """One process per GPU; on a CPU 2, or 1 where there is only one core."""
     return count_gpus() or min(2, cores())
 
 
