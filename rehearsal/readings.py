@@ -35,7 +35,7 @@ TORCHRUN_FAILURE = re.compile(r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+) ", re
 USER_ERROR = re.compile(r"^train_gpt: (?!rank \d+ failed:$)(.*)$")  # that line has a traceback below it
 
 
-# ---- The log of a rank
+# ---- The log of a rank -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -225,7 +225,7 @@ def merge_found(of_ranks: dict[int, list[Found]]) -> list[Found]:
     return list(merged.values())
 
 
-# ---- Collectives and matrix products, step by step
+# ---- Collectives and matrix products, step by step -------------------------------------------------------------------
 
 
 @dataclass
@@ -307,7 +307,7 @@ def told(collective: tuple[str, int, str, int]) -> str:
     return f"{kind} of {elements} {dtype} ({size} bytes)"
 
 
-# ---- Kernels
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 RESOURCES = re.compile(r"Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 LOCAL_ARRAY = re.compile(r"\.local\s.*__local_depot\d+\[(\d+)\]")
@@ -379,7 +379,7 @@ def spills_of(kernels: list[Kernel], launched: set[str]) -> list[dict]:
     return sorted(spilling, key=lambda kernel: not kernel["runs"])
 
 
-# ---- The script
+# ---- The script ------------------------------------------------------------------------------------------------------
 
 
 def settings_of(source: str) -> dict:

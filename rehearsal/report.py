@@ -13,7 +13,7 @@ LASTING = ("parameters", "gradients", "optimizer state")  # memory that a shorte
 BLOCK = 128  # FlexAttention's block: sequence lengths are multiples of it
 
 
-# ---- Collecting
+# ---- Collecting ------------------------------------------------------------------------------------------------------
 
 
 def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path) -> dict:
@@ -192,7 +192,7 @@ def shorter_sequences(found: dict, times: int) -> list[dict[str, int]]:
     return candidates
 
 
-# ---- Judging
+# ---- Judging ---------------------------------------------------------------------------------------------------------
 
 
 def findings(found: dict) -> list[dict]:
@@ -259,7 +259,7 @@ def out_of_memory_line(oom: dict) -> str:
     return line
 
 
-# ---- Saying
+# ---- Saying ----------------------------------------------------------------------------------------------------------
 
 
 def gib(size: float) -> str:
