@@ -13,7 +13,7 @@ install() {  # a requirements file; done once, and again when it changes
     [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
     echo "setting up $venv with $1 (only this once)"
     if [ ! -x "$python" ]; then
-        "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "Python 3.10 or newer is needed"
+        [[ $("${PYTHON:-python3}" --version) =~ ^Python\ 3\.[1-9][0-9] ]] || die "Python 3.10 or newer is needed"
         "${PYTHON:-python3}" -m venv "$venv" || die "cannot make the virtual environment $venv"
     fi
     "$python" -m pip install --quiet --disable-pip-version-check -r "$1" || die "pip could not install $1"

@@ -58,6 +58,24 @@ def test_it_says_what_it_chose_trains_and_shows_a_sample(copy, shards):
     assert lines[place + 1 :]  # what an untrained model writes is nothing to compare with
 
 
+@pytest.mark.parametrize(
+    "version, complaint",
+    [
+        ("2.7.18", "Python 3.10 or newer is needed"),
+        ("3.9.21", "Python 3.10 or newer is needed"),
+        ("3.10.0", "cannot make the virtual environment new"),
+        ("3.14.2", "cannot make the virtual environment new"),
+    ],
+)
+def test_a_python_that_is_too_old_is_refused_before_anything_is_made(copy, version, complaint):
+    answers = copy / "python"  # an interpreter's answer to --version; it can do nothing else
+    answers.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo Python {version}\n')
+    answers.chmod(0o755)
+    result = run_sh(copy, VENV="new", PYTHON=str(answers))
+    assert (result.returncode, result.stderr) == (2, f"run.sh: {complaint}\n")
+    assert not (copy / "new").exists()
+
+
 def make_records(folder: Path, *names: str) -> str:
     """Records with a script of their own; returns the source of the last."""
     for name in names:
