@@ -36,7 +36,7 @@ CPU_TRACK = os.environ | dict(CUDA_VISIBLE_DEVICES="", VENV=sys.prefix)
 
 
 class UserError(Exception):
-    """Something the user can fix, told in one line."""
+    """Something the user can fix, reported in one line."""
 
 
 def seconds(work: Callable) -> float:
@@ -249,7 +249,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(error) from None
     if min(options.rounds, options.steps, options.matrix) < 1 or options.length < 512 or options.length % 512:
         raise UserError("--rounds, --steps and --matrix must be 1 or more, --length a multiple of 512")
-    with open(options.json or os.devnull, "a"):  # a file that cannot be written is told now, not at the end
+    with open(options.json or os.devnull, "a"):  # a file that cannot be written is reported now, not at the end
         pass
     processor = torch.cpu.get_capabilities().get("cpu_name", "CPU")
     machine = f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -24,7 +24,7 @@ KEEP_MEMORY = dict(MALLOC_MMAP_THRESHOLD_="1073741824", MALLOC_TRIM_THRESHOLD_="
 
 
 class UserError(Exception):
-    """Something the user can fix, told in one line."""
+    """Something the user can fix, reported in one line."""
 
 
 def find_script(name: str) -> Path:

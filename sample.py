@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class UserError(Exception):
-    """Something the user can fix, told in one line."""
+    """Something the user can fix, reported in one line."""
 
 
 def warn(text: str) -> None:

@@ -69,7 +69,7 @@ def stream_of(documents: Iterable[Iterable[bytes]]) -> np.ndarray:
 
 def shuffled_pieces(stream: np.ndarray) -> np.ndarray:
     """Cut a stream into pieces of 512 tokens: the document token and the next 511. The full ones are shuffled, always
-    in the same way (numpy keeps RandomState's results for ever); what is left at the end is the last, shorter piece."""
+    in the same way (numpy keeps RandomState's results the same); what is left at the end is the last, shorter piece."""
     import numpy as np
 
     run_tokens = PIECE_TOKENS - 1
@@ -127,7 +127,7 @@ def build_embedded(torch: importlib.metadata.Distribution, folder: Path) -> None
 
 
 def pinned_torch() -> importlib.metadata.Distribution:
-    """The installed torch as its metadata describe it: nothing is imported, and CPU and CUDA builds are alike."""
+    """The installed torch as its metadata describes it: nothing is imported, and CPU and CUDA builds are alike."""
     advice = f"the embedded corpus is the source of torch {PINNED_TORCH}: pip install torch=={PINNED_TORCH}"
     try:
         torch = importlib.metadata.distribution("torch")

@@ -28,7 +28,7 @@ def header(tokens: int) -> bytes:
 
 def fault_of(path: Path, largest_token: int | None = None) -> str | None:
     """Why this is not a whole shard of tokens up to the largest, in a few words; None if it is one."""
-    if not path.is_file():  # opening a FIFO would wait for ever
+    if not path.is_file():  # opening a FIFO would wait forever
         return "no regular file" if path.exists() else "missing"
     with open(path, "rb") as file:
         magic, version, tokens = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))

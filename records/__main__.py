@@ -15,7 +15,7 @@
 
 A record is a folder records/<date>_<name>/ with train_gpt.py and its logs, and any unambiguous part of its name will
 do. LOG is a log of train_gpt.py or of the public scripts of this field. Logs name their target themselves; --target
-(3.28 by default) is for those that do not. What cannot be read is told on stderr with its file and line.
+(3.28 by default) is for those that do not. What cannot be read is reported on stderr with its file and line.
 """
 
 import argparse

@@ -19,8 +19,8 @@ NEIGHBOURHOOD = 0.1  # a final loss further than this from a target that was onl
 # These may differ within a record: they change neither what is trained nor how it is judged.
 HARMLESS_SETTINGS = {"seed", "resume", "resume_anyway", "save_every", "log_dir", "checkpoint_dir", "collective_timeout"}
 HARMLESS_ON_RESUME = HARMLESS_SETTINGS - {"seed"} | {"val_loss_every"}
-SMOOTHING = 0.02  # of the steps, over which training losses are averaged; at least
-SMOOTHED_STEPS = 50  # so many
+SMOOTHING = 0.02  # share of the steps over which training losses are averaged
+SMOOTHED_STEPS = 50  # but never fewer than this
 
 Value = TypeVar("Value")
 
@@ -150,7 +150,7 @@ class Entry:
 
     @cached_property
     def training(self) -> list[Moment]:
-        """The mean training loss of the runs in each hundredth of their steps, smoothed; empty where none is told."""
+        """The mean training loss of the runs in each hundredth of their steps, smoothed; empty if no log has any."""
         hundredths = {}
         for run in self.complete or self.runs:
             steps = run.steps or run.last_step

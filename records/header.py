@@ -74,7 +74,7 @@ def number(value: object) -> float | None:
 
 
 def gpus_of(data: bytes, start: int, body: int) -> list[tuple[str, int]]:
-    """[(name, how many)] as nvidia-smi or the script itself tells it, in front of the source or behind it."""
+    """[(name, how many)] as nvidia-smi or the script itself prints it, in front of the source or behind it."""
     for first, last in (0, start), (body, len(data)):
         rows = [match[1] for line in table_rows(data, first, last) if (match := GPU_ROW.match(line))]
         if rows:
@@ -100,7 +100,7 @@ def table_rows(data: bytes, first: int, last: int) -> Iterator[bytes]:
 def describe_hardware(named: str | None, world_size: str | None, gpus: list[tuple[str, int]]) -> str | None:
     """One line that is equal for equal machines: nvidia-smi's dates and temperatures are not part of it.
 
-    Where all GPUs are alike it counts those that the run used, however the log tells it.
+    Where all GPUs are alike it counts those that the run used, however the log lists them.
     """
     if len(gpus) == 1:
         name, count = gpus[0]

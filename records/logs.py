@@ -44,7 +44,7 @@ class Run:
     line: int = 0  # of its first validation
     validations: list[Validation] = field(default_factory=list)
     steps: int | None = None  # planned; None where the log does not say
-    last_step: int = 0  # the last one that the log tells of
+    last_step: int = 0  # the last one in the log
     complete: bool = False  # validated after its last step, with no step missing
     missing: tuple[int, int] | None = None  # the first steps that the log should tell of and does not
     ended: str | None = None  # how it ended, in its own words
@@ -76,7 +76,7 @@ class Log:
     data: str | None = None  # the data's fingerprint, short
     data_files: list[str] = field(default_factory=list)
     hardware: str | None = None
-    machine: str | None = None  # the same in the words of a line that tells of a resume
+    machine: str | None = None  # the same in the words of a line about a resume
     moved_to: str | None = None  # another machine, on which it was resumed
 
 

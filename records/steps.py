@@ -117,7 +117,7 @@ def told_end(text: bytes) -> str:
 class LineReader:
     """Sorts the lines of a log into trials.
 
-    Another trial begins where a step, a time or the plan goes back, unless the log tells of a resume, or the line
+    Another trial begins where a step, a time or the plan goes back, unless the log reports a resume, or the line
     was there before: then it is a summary that repeats it.
     """
 
@@ -284,7 +284,7 @@ def is_complete(run: Run, closed: bool, last: bool, trained: bool) -> bool:
     """Was the run validated after its last step?
 
     A run may end before its planned steps on purpose. It is then the last of its file, and the file does not just
-    break off: it tells of the end; or it tells most of the steps, so that a validation as the last of them is no
+    break off: it reports the end; or it has most of the steps, so that a validation as the last of them is no
     accident. Or the validation is off the grid of the others: it was made because the run ended there.
     """
     if run.ended not in (None, "finished") or run.final.step < run.last_step:

@@ -13,7 +13,7 @@ Paint = Callable[[str, str], str]
 
 
 class UserError(Exception):
-    """Something that the user can fix: told in one line, with exit code 2."""
+    """Something that the user can fix: reported in one line, with exit code 2."""
 
 
 def os_error(path: Path, error: OSError) -> UserError:

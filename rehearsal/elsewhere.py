@@ -38,7 +38,7 @@ def milliseconds(counts: dict, number: int, card: Card = H100, rates: Rates = FI
 
 
 def shared_by(counts: dict, number: int) -> dict:
-    """The counts of one rank among so many: its part of a sequence, and its share of the sharded optimizer's work."""
+    """The counts of one of `number` ranks: its part of a sequence, and its share of the sharded optimizer's work."""
     tokens = max((item["tokens"] for item in counts["items"] if item["kind"] == "attention"), default=0)
     shorter = min(1.0, counts["ranks"] / number)
     fewer = counts["ranks"] / number

@@ -92,7 +92,7 @@ class Documents:
     median: float = 403.0
 
     def share_within(self, tokens: int) -> float:
-        """The probability that so many tokens in a row are of one document."""
+        """The probability that this many tokens in a row are of one document."""
         if tokens <= 1:
             return 1.0
         mu, variance = math.log(self.median), 2 * math.log(self.mean / self.median)
@@ -132,7 +132,7 @@ def product_seconds(item: dict, card: Card, rates: Rates) -> float:
     moved = size * batches * (m * k + k * n + m * n)
 
     def shared_by(parts: int) -> float:
-        """Seconds if so many multiprocessors share each tile's sum, which they then have to add up in memory."""
+        """Seconds if this many multiprocessors share each tile's sum, which they then have to add up in memory."""
         waves = math.ceil(tiles * parts / card.multiprocessors)
         operations = waves * 2 * tall * wide * (k / parts + rates.ramp)
         sums = 8 * batches * m * n * parts if parts > 1 else 0
@@ -300,7 +300,7 @@ def window_at(progress: float, counts: dict) -> int:
 
 
 def windows_of(counts: dict) -> list[int]:
-    """The window of each step of the run, in blocks, of which a sequence has no more than so many."""
+    """The window of each step of the run, in blocks; never more than a sequence has."""
     lengths = [item["tokens"] // BLOCK for item in counts["items"] if item["kind"] == "attention"]
     steps, most = counts["steps"], max(lengths, default=1)
     return [min(window_at(step / steps, counts), most) for step in range(steps)]

@@ -1,4 +1,4 @@
-"""The rehearsal: reads logs rightly, and reports seeded faults as what they are.
+"""The rehearsal: reads logs correctly, and reports seeded faults as what they are.
 
 The tests marked `rehearsal` run real torch on null GPUs and take minutes; the others are plain text in, values out.
 """
