@@ -106,7 +106,7 @@ def fetch_shard(download: Callable[..., str], path: Path, sha256: str, source: d
         raise UserError(f"{path.name} is no shard: {fault}; check --repo and --revision")
     os.replace(arrived, path)
     if not sys.stderr.isatty():  # so there is no bar
-        print(f"fetched {path}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"fetched {path}\n")  # in one piece; print would write the line end apart
 
 
 def watch(jobs: dict[Future, int], unfinished: Path) -> None:
