@@ -139,7 +139,8 @@ def test_a_race_ends_with_a_summary_to_paste(tmp_path):
 
 
 def test_a_failing_script_is_heard_and_torchrun_is_not(tmp_path):
-    said = 'print("train_gpt: no shards match data/x_*.bin: run data/y.py", file=__import__("sys").stderr); exit(2)\n'
+    # Both processes say it at once. Under torchrun print would write the line end apart, and they could mix.
+    said = '__import__("sys").stderr.write("train_gpt: no shards match data/x_*.bin: run data/y.py\\n"); exit(2)\n'
     for name in ("a.py", "b.py"):
         fake_script(tmp_path, name)
         (tmp_path / name).write_text((tmp_path / name).read_text().replace("source =", said + "source =", 1))
