@@ -98,6 +98,9 @@ def wait_until(happens, seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
+RULE = "=" * 100  # before and after the facts in a log
+
+
 class Started:
     """A run in the background, under torchrun if it has several processes. Its output is in the files out and err."""
 
@@ -124,12 +127,17 @@ class Started:
         return (self.folder / "out").read_text()
 
     @property
+    def log(self) -> str:
+        """What the run has logged so far: every step, where the console shows at most one line per second."""
+        return "".join(path.read_text().rpartition(f"\n{RULE}\n")[2] for path in self.folder.glob("logs/*.txt"))
+
+    @property
     def err(self) -> str:
         return (self.folder / "err").read_text()
 
     def wait_for(self, text: str) -> "Started":
-        wait_until(lambda: text in self.out or self.process.poll() is not None)
-        assert text in self.out, self.err
+        wait_until(lambda: text in self.out + self.log or self.process.poll() is not None)
+        assert text in self.out + self.log, self.err
         return self
 
     def signal(self, number: int) -> None:

@@ -83,7 +83,7 @@ def test_every_shard_is_checked_at_the_start_not_when_it_is_reached(three_shards
 
 def test_a_token_outside_the_vocabulary_is_named_when_it_is_read(tmp_path):
     shard = Shard(str(write_shard(tmp_path / "bad.bin", np.array([1, 2, 257, 3]))), VOCABULARY)
-    assert shard.read(0, 1).tolist() == [1, 2]
+    assert shard.read(0, 1) == (torch.tensor([1]), torch.tensor([2]))
     with pytest.raises(UserError, match=r"bad\.bin: token 257 is outside the vocabulary of 257"):
         shard.read(0, 2)
 
@@ -170,6 +170,7 @@ def test_a_bad_shard_is_one_clear_line_and_a_good_one_is_read_right(content):
         file.flush()
         try:
             shard = Shard(file.name, VOCABULARY)
-            assert shard.read(0, len(shard.tokens) - 1).tolist() == expected
+            inputs, targets = shard.read(0, len(shard.tokens) - 1)
+            assert (inputs.tolist(), targets.tolist()) == (expected[:-1], expected[1:])
         except UserError as error:
             assert expected is None and file.name in str(error) and "\n" not in str(error)

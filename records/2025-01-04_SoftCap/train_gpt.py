@@ -47,7 +47,7 @@ ANY = "True"  # the rule of a setting that may have any value
 
 
 class UserError(Exception):
-    """Ends a run with one line. The exit code, its second argument, is 2 by default: something the user can fix."""
+    """Ends a run with one line: UserError(message, exit code). Without a code it is 2: something the user can fix."""
 
 
 def setting(default, meaning: str, rule: tuple | str, cpu=None, free: bool = False):
@@ -69,8 +69,7 @@ class Settings:
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
     window_start: int = setting(128, "window in tokens at the first step", "128 <= window_start <= window_end", cpu=256)
     window_end: int = setting(1856, "attention window at the last step, in tokens", (BLOCK, 2**24), cpu=256)
-    # optimization and validation
-    num_iterations: int = setting(1390, "training steps", (1, 999_999), cpu=1150)
+    num_iterations: int = setting(1390, "training steps", (1, 999_999), cpu=1100)
     cooldown_frac: float = setting(0.4, "last part of the steps, in which learning rates fall", (0, 1), cpu=0.5)
     embedding_lr: float = setting(0.6, "Adam's learning rate for the embedding tables", (0, 1e6), cpu=0.2)
     head_lr: float = setting(0.008, "Adam's learning rate for the output head", (0, 1e6))
@@ -96,7 +95,7 @@ class Settings:
     collective_timeout: int = setting(600, "seconds to wait for another process", (1, 10**6), free=True)
     log_dir: str = setting("logs", "folder for logs", ANY, free=True)
     checkpoint_dir: str = setting("checkpoints", "folder for checkpoints", ANY, free=True)
-    save_every: int = setting(0, "steps between checkpoints; 0: only when stopped", (0, 10**6), 10**6, True)
+    save_every: int = setting(0, "steps between saves, and at the end; 0: only when stopped", (0, 10**6), 10**6, True)
     resume: str = setting("", "checkpoint to continue; latest: of the run that saved last, if any", ANY, free=True)
 
 
@@ -141,7 +140,7 @@ def make_settings(flags: dict, processes: int, on_gpu: bool, saved: dict | None 
 
 # ---- The process's place: rank, device, and the connection to the other processes ------------------------------------
 def one_line(text: object) -> str:
-    return " ".join(str(text).split())[:400]
+    return " ".join(str(text).splitlines())[:400]
 
 
 class World(NamedTuple):
@@ -168,7 +167,7 @@ def join_world(timeout: int) -> World:
             os.environ.setdefault("PYTORCH_ALLOC_CONF", old_name or "expandable_segments:True")  # fewer fragments
             world = world._replace(device=torch.device("cuda", local_rank))
             torch.cuda.set_device(world.device)
-            torch.empty(1, device=world.device, requires_grad=True).backward()  # a CUDA context, before libraries ask
+            torch.empty(1, device=world.device, requires_grad=True).backward()  # CUDA context for autograd's thread too
             if torch.cuda.get_device_capability() < (8, 0):
                 raise ValueError(f"{torch.cuda.get_device_name()} has no bfloat16; sm_80 or newer is needed")
         if world.size > 1:
@@ -196,14 +195,14 @@ class Shard:
             raise UserError(f"{path}: {self.size} bytes do not fit its {header[2]} tokens; fetch or make it again")
         self.tokens = np.memmap(path, dtype="<u2", mode="r", offset=1024)
 
-    def read(self, start: int, length: int) -> Tensor:
-        """`length` tokens from `start` on and one more, as the targets are the inputs shifted by one."""
+    def read(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """`length` inputs from token `start` on, and their targets: the tokens that follow each of them."""
         if os.path.getsize(self.path) != self.size:  # reading beyond the end of a mapped file kills the process
             raise UserError(f"{self.path}: its size changed while it was in use")
         tokens = torch.from_numpy(self.tokens[start : start + length + 1].astype(np.int64))
         if tokens.max() >= self.vocab_size:
             raise UserError(f"{self.path}: token {tokens.max()} is outside the vocabulary of {self.vocab_size}")
-        return tokens
+        return tokens[:-1].to(torch.int32), tokens[1:]
 
     def fingerprint(self) -> dict:
         ends = hashlib.sha256(self.tokens[: 2**19].tobytes() + self.tokens[-(2**19) :].tobytes())  # a MiB of each
@@ -229,9 +228,8 @@ class DistributedDataLoader:
             number, first = number + 1, 0  # what is left of the shard is smaller than a batch
         shard, length = self.shards[number % len(self.shards)], self.s.sequence_length
         mine = range(self.world.rank, self.s.batch_sequences, self.world.size)
-        sequences = [shard.read(first + i * length, length) for i in mine]
+        batch = [shard.read(first + i * length, length) for i in mine]
         self.position = [number, first + self.batch_tokens]
-        batch = [(tokens[:-1].to(torch.int32), tokens[1:]) for tokens in sequences]
         if self.world.on_gpu:
             return [tuple(x.pin_memory().to(self.world.device, non_blocking=True) for x in pair) for pair in batch]
         return [tuple(torch.cat(parts) for parts in zip(*batch, strict=True))]
@@ -254,7 +252,7 @@ class DistributedDataLoader:
 class Packing(NamedTuple):
     """How the tokens of a forward pass are packed: all that an attention layer can know about it, besides its input."""
 
-    documents_T: Tensor  # number of the document that a token belongs to; grows along the tokens
+    documents_T: Tensor  # number of each token's document, growing; for ideas that need more than the mask
     mask: BlockMask | Tensor  # of FlexAttention; or, for gathered blocks, a bias of 0 or -inf
 
 
@@ -299,8 +297,8 @@ def gathered_bias(documents_T: Tensor, window_blocks: int, num_heads: int, dtype
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, packing: Packing) -> Tensor:
     """Attention under the mask. FlexAttention needs torch.compile and a GPU: it has no backward pass on a CPU.
 
-    Elsewhere the keys and values of its window are copied beside each block of queries, and the blocks are the batch:
-    the cost grows with length x window, as FlexAttention's does.
+    Elsewhere each block of queries gets its own copy of the keys and values in its window, and the blocks are the
+    batch: the cost grows with length x window, as FlexAttention's does.
     """
     if isinstance(packing.mask, BlockMask):
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
@@ -549,8 +547,7 @@ class Muon(torch.optim.Optimizer):
     def load_momentum(self, group: dict, momentum: Tensor) -> None:
         """Take this process's part of `whole_momentum`, which any number of processes may have saved."""
         chunks, per_process, *shape = group["buffer"].shape
-        whole = momentum.new_zeros(chunks * per_process * self.world.size, *shape)
-        whole[: len(momentum)] = momentum
+        whole = F.pad(momentum, (0, 0) * 2 + (0, chunks * per_process * self.world.size - len(momentum)))
         group["buffer"].copy_(whole.view(chunks, per_process, self.world.size, *shape)[:, :, self.world.rank])
 
 
@@ -580,7 +577,7 @@ class Trainer:
         torch._dynamo.config.optimize_ddp = True  # cut the graph where DDP reduces: communication overlaps
         torch.manual_seed(s.seed)
         self.model = GPT(s, use_flex=s.compile and world.on_gpu).to(world.device)
-        self.loss = torch.compile(self.model, dynamic=False) if s.compile else self.model
+        self.loss = torch.compile(self.model, dynamic=False) if s.compile else self.model  # both return the loss
         self.ddp_loss = self.loss
         if world.size > 1:
             self.ddp_loss = DistributedDataParallel(self.loss, gradient_as_bucket_view=True, forward_sync_buffers=False)
@@ -588,11 +585,8 @@ class Trainer:
         tables = [p for name, p in named.items() if "embedding." in name]  # the dot: not embedding_mix
         matrices = [p for name, p in named.items() if name.startswith("blocks.") and p.ndim == 2]
         scalars = [p for p in named.values() if p.ndim < 2]
-        groups = [
-            dict(params=tables, lr=s.embedding_lr),
-            dict(params=[self.model.head.weight], lr=s.head_lr),
-            dict(params=scalars, lr=s.scalar_lr, eps=s.scalar_eps),
-        ]
+        groups = [dict(params=tables, lr=s.embedding_lr), dict(params=[self.model.head.weight], lr=s.head_lr)]
+        groups += [dict(params=scalars, lr=s.scalar_lr, eps=s.scalar_eps)]
         self.adam = torch.optim.Adam(groups, betas=(s.adam_beta1, s.adam_beta2), fused=True)
         orthogonalize = torch.compile(newton_schulz, dynamic=False) if s.compile else newton_schulz
         self.muon = Muon(matrices, s, world, orthogonalize)
@@ -645,8 +639,7 @@ class Trainer:
         self.set_window(step)
         length, total = self.s.sequence_length, torch.zeros((), device=self.world.device)
         for i in range(self.world.rank, self.s.val_tokens // length, self.world.size):
-            tokens = shard.read(i * length, length)
-            inputs, targets = tokens[:-1].to(self.world.device, torch.int32), tokens[1:].to(self.world.device)
+            inputs, targets = (x.to(self.world.device) for x in shard.read(i * length, length))
             total += self.loss(inputs, targets, self.window_blocks)
         if self.world.size > 1:
             dist.all_reduce(total)
@@ -678,7 +671,7 @@ class Trainer:
         muon = {str(i): self.muon.whole_momentum(group) for i, group in enumerate(self.muon.param_groups)}
         return dict(model=self.model.state_dict(), adam=adam, muon=muon)
 
-    def load_state(self, saved: dict) -> None:
+    def load_state(self, saved: dict) -> None:  # after warm_up: before its first step Adam has no state to load into
         for part, tensors in self.state().items():
             for name in tensors | saved[part]:
                 new, old = (x.get(name, torch.empty(0)) for x in (tensors, saved[part]))
@@ -691,12 +684,12 @@ class Trainer:
 
 # ---- The record of the run: clock, log, checkpoints ------------------------------------------------------------------
 class RunLog:
-    """logs/<id>.txt, the console and the clock, by rank 0. A line begins with its break: a torn one spoils no other."""
+    """logs/<id>.txt, the console and the clock, by rank 0. A line starts with its newline: torn ones spoil no other."""
 
     def __init__(self, path: Path, facts: dict, world: World):
-        self.path, self.world, self.lost_bytes, self.seconds, self.started = path, world, 0, 0.0, 0.0
-        lines = [SOURCE.removesuffix("\n"), "=" * 100, *(f"{name}: {fact}" for name, fact in facts.items()), "=" * 100]
-        header = "\n".join(lines).encode()
+        self.path, self.world, self.lost_bytes, self.shown, self.seconds, self.started = path, world, 0, 0.0, 0.0, 0.0
+        about = [f"{name}: {fact}" for name, fact in facts.items()]
+        header = "\n".join([SOURCE.removesuffix("\n"), "=" * 100, *about, "=" * 100]).encode()
         if world.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(path, "ab", buffering=0)
@@ -708,15 +701,16 @@ class RunLog:
                 path.unlink()
                 raise UserError(f"{path}: no room for the log")
 
-    def note(self, text: str, show: bool = True) -> None:
-        """Write one line, whatever line breaks a path may have, to the file and, if `show`, to the console."""
+    def note(self, text: str, often: bool = False) -> None:
+        """One line for the file and the console: there, if `often`, at most one per second, and none beside a bar."""
         if self.world.rank == 0:
             line = ("\n" + one_line(text)).encode(errors="backslashreplace")
             self.lost_bytes += len(line)
             with suppress(OSError):  # a full disk does not end the run
                 self.lost_bytes -= self.file.write(line)
             try:
-                if show:
+                if not often or (time.monotonic() - self.shown > 1 and not sys.stderr.isatty()):
+                    self.shown = time.monotonic()
                     tqdm.write(line.decode().strip(), file=sys.stdout)
                     sys.stdout.flush()
             except OSError:  # a closed pipe, or a file on a full disk: the rest goes nowhere
@@ -789,8 +783,13 @@ class Run:
 
     def train(self) -> None:
         s, log, saved, self.trainer, first_step = self.s, self.log, self.saved, Trainer(self.s, self.world), 0
-        log.note(f"{self.world.size} x {self.hardware}; {s.dtype}, {'compiled' if s.compile else 'eager'}")
-        log.note(f"{s.num_iterations} steps of {s.batch_sequences} x {s.sequence_length} tokens; log {log.path}")
+        parameters = sum(parameter.numel() for parameter in self.trainer.model.parameters())
+        log.note(f"device   {self.world.size} x {self.hardware}; {s.dtype}, {'compiled' if s.compile else 'eager'}")
+        log.note(f"model    {s.num_layers} layers of width {s.model_dim}, {parameters:,} parameters")
+        log.note(f"steps    {s.num_iterations} of {s.batch_sequences} x {s.sequence_length} tokens")
+        log.note(f"data     {s.train_files}, validation on {s.val_tokens:,} tokens of {s.val_files}")
+        log.note(f"target   {f'validation loss {s.target_loss}' if s.target_loss else 'none'}")
+        log.note(f"log      {log.path}")
         self.trainer.warm_up(DistributedDataLoader(s, self.world).next_batch())  # only its shapes count
         if saved:
             self.trainer.load_state(saved["state"])
@@ -809,9 +808,9 @@ class Run:
     def loop(self, first_step: int) -> float:
         s, n, trainer, log, stopping = self.s, self.s.num_iterations, self.trainer, self.log, False
         position, batch, self.stepping = self.loader.position, self.loader.next_batch(), True
-        show_bar = self.world.rank == 0 and sys.stderr.isatty()
+        bar = tqdm(range(first_step, n + 1), leave=False, disable=self.world.rank > 0 or None)  # None: not if piped
         log.started = time.perf_counter()
-        for step in tqdm(range(first_step, n + 1), disable=not show_bar, leave=False):
+        for step in bar:
             if step == n or (s.val_loss_every and step % s.val_loss_every == 0):
                 log.stop_clock()
                 val_loss = trainer.validate(self.val_shard, step)
@@ -824,22 +823,23 @@ class Run:
                     next_position, next_batch = self.loader.position, self.loader.next_batch()
                 except (UserError, OSError) as error:
                     self.stop = error
-                if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher:  # a new job may follow
+                if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher:  # do not outlive the job
                     self.stop = self.stop or UserError("torchrun is gone", 1)
                 loss, stopping = trainer.backward(batch, step, self.stop is not None)
             if stopping or (s.save_every and step > first_step and (step % s.save_every == 0 or step == n)):
-                log.stop_clock()  # before the update: these weights have given a finite loss
-                self.save(step, position)
+                log.stop_clock()
+                self.save(step, position)  # before the update: these weights have given a finite loss
                 log.started = time.perf_counter()
             if stopping:
                 reasons = [self.stop] * self.world.size
-                if self.world.size > 1:  # all end for the same reason, and nobody before rank 0 has saved
+                if self.world.size > 1:  # all end for the same reason, and none of them until rank 0 has saved
                     dist.all_gather_object(reasons, self.stop)
                 raise next(filter(None, reasons))
             if step == n:
                 return val_loss
             trainer.update(step)
-            log.note(f"step:{step + 1}/{n} train_loss:{loss:.6f} {log.times(step + 1)}", show=not show_bar)
+            bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            log.note(f"step:{step + 1}/{n} train_loss:{loss:.6f} {log.times(step + 1)}", often=True)
             position, batch = next_position, next_batch
 
     def save(self, step: int, position: list[int]) -> None:
@@ -885,7 +885,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.excepthook(*sys.exc_info())  # prints the traceback
     if run:
         run.log.note(f"ended: {ending}")
-    if code == 2:  # what all processes report is printed once: torchrun ends the others during their sleep
+    if code == 2:  # print once what all ranks report: the others sleep, and torchrun ends them when local rank 0 exits
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5 if os.environ.get("LOCAL_RANK", "0") != "0" else 0)
         with suppress(OSError):  # a closed pipe, or a file on a full disk
