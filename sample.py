@@ -90,7 +90,7 @@ class Model:
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             self.s = s = script.make_settings({"compile": False}, 1, self.device.type == "cuda", saved["settings"])
             self.document_token = getattr(s, "document_token", s.vocab_size - 1)
-            trainer = script.Trainer(s, script.World(0, 1, 0, self.device))
+            trainer = script.Trainer(s, script.World(0, 1, self.device))
             self.gpt = trainer.model.eval()
             self.gpt.load_state_dict(saved["state"]["model"])
             if hasattr(trainer, "set_window"):

@@ -21,7 +21,7 @@ VOCABULARY = 257
 def loader(folder, rank=0, size=1, **changes) -> DistributedDataLoader:
     wanted = dict(vocab_size=60000, document_token=0, sequence_length=LENGTH, batch_sequences=SEQUENCES, val_tokens=128)
     s = make_settings(wanted | dict(train_files=f"{folder}/s_*.bin") | changes, processes=size, on_gpu=False)
-    return DistributedDataLoader(s, World(rank, size, rank, torch.device("cpu")))
+    return DistributedDataLoader(s, World(rank, size, torch.device("cpu")))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from train_gpt import Muon, Trainer, World, make_settings, newton_schulz
 
 SHAPES = [(64, 64), (32, 96), (1, 50)]
-ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 SETTINGS = make_settings(dict(dtype="float32", muon_lr=0.05, momentum_start=0.9), processes=1, on_gpu=False)
 
 
@@ -111,7 +111,7 @@ def in_group(rank: int, size: int, folder: str) -> None:
     """Here "cuda" only means the way in which GPUs share the work: one matrix per process and chunk."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
-    cpu, gpu = (World(rank, size, rank, torch.device(name)) for name in ("cpu", "cuda"))
+    cpu, gpu = (World(rank, size, torch.device(name)) for name in ("cpu", "cuda"))
     results = dict(cpu=five_steps(cpu), gpu=five_steps(gpu), events=order_of_events(gpu))
     torch.save(results, f"{folder}/{rank}.pt")
     os._exit(0)  # destroying a group that a thread of gloo still holds would abort the process

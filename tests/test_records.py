@@ -89,7 +89,7 @@ def small(script, **changes):
 
 
 def alone(script):
-    return script.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    return script.World(rank=0, size=1, device=torch.device("cpu"))
 
 
 def build(script, s):
@@ -275,7 +275,7 @@ def test_a_step_takes_the_next_sequences_of_the_stream_whatever_the_number_of_pr
     batches = [(0, 0), (0, 1024), (1, 0), (1, 1024), (0, 0)]  # on when the rest of a shard is smaller than a batch
     s = small(script, train_files=f"{tmp_path}/*.bin")
     for size in (1, 2):
-        worlds = [script.World(rank, size, rank, torch.device("cpu")) for rank in range(size)]
+        worlds = [script.World(rank, size, torch.device("cpu")) for rank in range(size)]
         loaders = [script.DistributedDataLoader(s, world) for world in worlds]
         for shard, first in batches:
             for rank, loader in enumerate(loaders):
@@ -855,7 +855,7 @@ def work_of_a_process(rank: int, folder: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group_{size}", **options)
         results = {}
         for name, script in SCRIPTS.items():
-            world = script.World(rank, size, rank, torch.device("cpu"))
+            world = script.World(rank, size, torch.device("cpu"))
             found = results[name] = {}
             if script is not BASELINE:
                 found["muon"] = [five_steps(script, world), five_steps(script, as_on_gpu(world))]

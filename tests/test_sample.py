@@ -129,7 +129,7 @@ def test_an_idea_that_looks_at_the_previous_token_is_continued_as_its_script_wou
 def test_a_record_is_sampled_with_the_logits_of_its_own_validation(path, tmp_path, monkeypatch):
     script = sample.load_script(path)
     s = script.make_settings({"dtype": "float32"}, 1, False)
-    trainer = script.Trainer(replace(s, val_tokens=s.sequence_length), script.World(0, 1, 0, torch.device("cpu")))
+    trainer = script.Trainer(replace(s, val_tokens=s.sequence_length), script.World(0, 1, torch.device("cpu")))
     about = dict(run_id=str(uuid.uuid4()), source=path.read_text(), data=[], settings=asdict(s))
     progress = dict(step=450, position=[0, 0], seconds=1.0, state=dict(model=trainer.model.state_dict()))
     torch.save(about | progress, tmp_path / "record.pt")

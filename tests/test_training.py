@@ -69,7 +69,7 @@ def test_the_same_seed_gives_the_same_bits_and_kernel_warm_up_leaves_no_trace(fo
 def test_warm_up_puts_weights_and_both_optimizers_back_to_the_last_bit(folder, monkeypatch):
     monkeypatch.chdir(folder)
     s = make_settings(parse_flags(tiny_flags(kernel_warmup_steps=2)), processes=1, on_gpu=False)
-    world = World(0, 1, 0, torch.device("cpu"))
+    world = World(0, 1, torch.device("cpu"))
     batches = [DistributedDataLoader(s, world).next_batch() for _ in range(2)]
     trainers = [Trainer(s, world) for _ in range(2)]
     trainers[1].warm_up(batches[0])
@@ -86,7 +86,7 @@ def test_warm_up_puts_weights_and_both_optimizers_back_to_the_last_bit(folder, m
 def test_a_validation_is_the_mean_loss_over_the_first_tokens_and_leaves_no_trace(folder, monkeypatch):
     monkeypatch.chdir(folder)
     s = make_settings(parse_flags(tiny_flags(val_tokens=768)), processes=1, on_gpu=False)
-    trainer = Trainer(s, World(0, 1, 0, torch.device("cpu")))
+    trainer = Trainer(s, World(0, 1, torch.device("cpu")))
     with torch.no_grad():
         trainer.model.head.weight.normal_()
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}

@@ -136,7 +136,6 @@ def one_line(text: object) -> str:
 class World(NamedTuple):
     rank: int
     size: int
-    local_rank: int
     device: torch.device
 
     @property
@@ -148,7 +147,7 @@ def join_world(timeout: int) -> World:
     """This process's place, from torchrun or as a world of one; its GPU is ready, the other processes are connected."""
     try:
         rank, size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        world = World(rank, max(size, 1), local_rank, torch.device("cpu"))
+        world = World(rank, max(size, 1), torch.device("cpu"))
         if not 0 <= rank < world.size:
             raise ValueError(f"RANK={rank} with WORLD_SIZE={size}")
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # by the user; if not, an unusable GPU is an error
@@ -612,7 +611,8 @@ class Run:
                 old.unlink()
             self.log.note(f"saved; to go on from here: --resume {path}")
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's writer met a full disk
-            self.log.note(f"no checkpoint at step {step}: {one_line(error.__context__ or error)}")
+            reason = error if isinstance(error, OSError) else error.__context__ or error
+            self.log.note(f"no checkpoint at step {step}: {one_line(reason)}")
         finally:
             unfinished.unlink(missing_ok=True)
 

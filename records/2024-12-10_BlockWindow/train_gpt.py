@@ -77,7 +77,7 @@ class Settings:
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
     window_start: int = setting(128, "window in tokens at the first step", "128 <= window_start <= window_end", cpu=256)
     window_end: int = setting(1856, "attention window at the last step, in tokens", (BLOCK, 2**24), cpu=256)
-    num_iterations: int = setting(1480, "training steps", (1, 999_999), cpu=1050)
+    num_iterations: int = setting(1480, "training steps", (1, 999_999), cpu=950)
     cooldown_frac: float = setting(600 / 1480, "last part of the steps, in which learning rates fall", (0, 1), cpu=0.5)
     cooldown_shape: str = setting("cosine", "of the learning rates", "cooldown_shape in ('linear', 'cosine')")
     embedding_lr: float = setting(0.6, "Adam's learning rate for the embedding tables", (0, 1e6), cpu=0.2)
@@ -154,7 +154,6 @@ def one_line(text: object) -> str:
 class World(NamedTuple):
     rank: int
     size: int
-    local_rank: int
     device: torch.device
 
     @property
@@ -166,7 +165,7 @@ def join_world(timeout: int) -> World:
     """This process's place, from torchrun or as a world of one; its GPU is ready, the other processes are connected."""
     try:
         rank, size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        world = World(rank, max(size, 1), local_rank, torch.device("cpu"))
+        world = World(rank, max(size, 1), torch.device("cpu"))
         if not 0 <= rank < world.size:
             raise ValueError(f"RANK={rank} with WORLD_SIZE={size}")
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # by the user; if not, an unusable GPU is an error
@@ -904,7 +903,8 @@ class Run:
                 old.unlink()
             self.log.note(f"saved; to go on from here: --resume {path}")
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's writer met a full disk
-            self.log.note(f"no checkpoint at step {step}: {one_line(error.__context__ or error)}")
+            reason = error if isinstance(error, OSError) else error.__context__ or error
+            self.log.note(f"no checkpoint at step {step}: {one_line(reason)}")
         finally:
             unfinished.unlink(missing_ok=True)
 
