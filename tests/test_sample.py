@@ -137,7 +137,8 @@ def test_a_record_is_sampled_with_the_logits_of_its_own_validation(path, tmp_pat
     trainer.model.load_state_dict(model.gpt.state_dict())
     tokens, seen, logits = text(1025), [], trainer.model.logits
     monkeypatch.setattr(trainer.model, "logits", lambda x: seen.append(logits(x)) or seen[-1])
-    shard_and_step = Namespace(read=lambda start, length: torch.tensor(tokens)), 450
+    pair = torch.tensor(tokens[:-1], dtype=torch.int32), torch.tensor(tokens[1:])
+    shard_and_step = Namespace(read=lambda start, length: pair), 450
     trainer.validate(*shard_and_step[: len(inspect.signature(trainer.validate).parameters)])  # some have one window
     expected = seen[0].flatten(0, -2)[:, : s.vocab_size]
     for length in (1, 2, 127, 128, 129, 255, 256, 257, 500, 1000, 1024):
