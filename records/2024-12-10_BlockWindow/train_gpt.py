@@ -77,7 +77,7 @@ class Settings:
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
     window_start: int = setting(128, "window in tokens at the first step", "128 <= window_start <= window_end", cpu=256)
     window_end: int = setting(1856, "attention window at the last step, in tokens", (BLOCK, 2**24), cpu=256)
-    num_iterations: int = setting(1480, "training steps", (1, 999_999), cpu=950)
+    num_iterations: int = setting(1480, "training steps", (1, 999_999), cpu=1000)
     cooldown_frac: float = setting(600 / 1480, "last part of the steps, in which learning rates fall", (0, 1), cpu=0.5)
     cooldown_shape: str = setting("cosine", "of the learning rates", "cooldown_shape in ('linear', 'cosine')")
     embedding_lr: float = setting(0.6, "Adam's learning rate for the embedding tables", (0, 1e6), cpu=0.2)

@@ -72,7 +72,7 @@ class Settings:
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
     window_start: int = setting(128, "window in tokens at the first step", "128 <= window_start <= window_end", cpu=256)
     window_end: int = setting(1856, "attention window at the last step, in tokens", (BLOCK, 2**24), cpu=256)
-    num_iterations: int = setting(1490, "training steps", (1, 999_999), cpu=900)
+    num_iterations: int = setting(1490, "training steps", (1, 999_999), cpu=950)
     cooldown_frac: float = setting(600 / 1490, "last part of the steps, in which learning rates fall", (0, 1), cpu=0.5)
     embedding_lr: float = setting(0.6, "Adam's learning rate for the embedding tables", (0, 1e6), cpu=0.2)
     head_lr: float = setting(0.008, "Adam's learning rate for the output head", (0, 1e6))
