@@ -9,6 +9,7 @@
 Environment: PYTHON (python3) makes the virtual environment, VENV (.venv) is where, PROCESSES says how many to start.
 """
 
+import importlib.metadata
 import logging
 import os
 import shlex
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -69,6 +71,8 @@ def plan(settings: list[str]) -> tuple[int, list[str]]:
     wanted, gpus = os.environ.get("PROCESSES", ""), count_gpus()
     if wanted and (not wanted.isdecimal() or int(wanted) < 1):
         raise UserError(f"PROCESSES={wanted}: must be a number of processes, 1 or more")
+    if gpus and importlib.metadata.version("torch").endswith("+cpu"):
+        raise UserError(f"{gpus} GPUs, but {sys.prefix} has the CPU build of torch: remove that folder and start again")
     if gpus:
         processes, command, corpus = int(wanted or gpus), ["data/cached_fineweb10B.py", "10"], "FineWeb"
         how = f"{gpus} GPUs: the record's settings, one process on each of {processes}"
@@ -109,12 +113,30 @@ def run_processes(script: Path, processes: int, settings: list[str], get_data: l
         return code if code >= 0 else 128 - code
 
 
-def newest_checkpoint(settings: list[str], since: float) -> str:
-    """The last checkpoint that this run wrote, if any. A resumed run writes where it was resumed from."""
+def newest(paths: Iterable[Path], since: float) -> Path | None:
+    """The last of these files that this run wrote, if any."""
+    return max((p for p in paths if p.stat().st_mtime >= since), key=lambda p: p.stat().st_mtime_ns, default=None)
+
+
+def newest_checkpoint(settings: list[str], since: float) -> Path | None:
+    """A resumed run writes where it was resumed from."""
     resumed = value_of("resume", settings)
     folder = value_of("checkpoint_dir", settings) or (Path(resumed).parent.parent if "/" in resumed else "checkpoints")
-    saves = [path for path in Path(folder).glob("*/step_*.pt") if path.stat().st_mtime >= since]
-    return str(max(saves, key=lambda path: path.stat().st_mtime_ns)) if saves else ""
+    return newest(Path(folder).glob("*/step_*.pt"), since)
+
+
+def show_result(command: list[str], settings: list[str], since: float, sample: list[str]) -> None:
+    """The result, a page and what to try next. The run is done and well, whatever goes wrong here."""
+    log = newest(Path(value_of("log_dir", settings) or "logs").glob("*.txt"), since)
+    try:
+        if log:
+            from records.after_run import after_run
+
+            print()
+            for line in after_run(log, command, sample):
+                print(line, flush=True)
+    except Exception as error:
+        print(f"run.sh: no page for {log}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def main(arguments: list[str]) -> int:
@@ -129,14 +151,16 @@ def main(arguments: list[str]) -> int:
     code = run_processes(script, processes, settings, get_data)
     saved = newest_checkpoint(settings, started)
     if saved and code:
-        command = ["./run.sh", *arguments[:named], "--resume", saved]
+        command = ["./run.sh", *arguments[:named], "--resume", str(saved)]
         print(f"to go on from here: {shlex.join(command)}", flush=True)
-    elif saved:
+    if code == 0:
+        sampled = [str(saved), *(["--script", str(script)] if named else [])] if saved else []
+        show_result(["./run.sh", *arguments], settings, started, sampled)
+    if saved and code == 0:
         import sample
 
-        chosen = ["--script", str(script)] if named else []
-        print(f"\nwhat the model writes (python sample.py {shlex.join([saved, *chosen])}):", flush=True)
-        sample.main([saved, *chosen, "--tokens", "300"])
+        print(f"\nwhat the model writes (python sample.py {shlex.join(sampled)}):", flush=True)
+        sample.main([*sampled, "--tokens", "300"])
     return code
 
 

@@ -348,7 +348,7 @@ def track_title(entries: list[Entry]) -> str:
     entry = entries[0]
     files = next((log.data_files for log in entry.logs if log.data_files), [])
     data = f"data {entry.data} ({', '.join(files[:1])}{', ...' if files[1:] else ''})" if files else "data not named"
-    target = f"target {entry.target:g}" + (" (a guess)" if entry.doubt else "")
+    target = (f"target {entry.target:g}" if entry.target else "no target") + (" (a guess)" if entry.doubt else "")
     parts = [entry.record.track if entry.target_guessed else "", target, data, entry.dtype]
     return brief(", ".join(filter(None, parts)))
 

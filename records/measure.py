@@ -58,4 +58,4 @@ def run(folder: Path, seed: int) -> str:
             raise UserError(f"{folder.name} with seed {seed} ended with exit code {done.returncode}")
         shutil.copy(logs[0], folder / "unfinished.tmp")
         (folder / "unfinished.tmp").rename(folder / logs[0].name)
-    return done.stdout.strip().splitlines()[-1]
+    return next(line for line in done.stdout.splitlines() if line.startswith("validation loss"))

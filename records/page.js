@@ -54,8 +54,8 @@ function lastPart(points, from) {
 }
 
 // The lowest and the highest loss to show.
-function viewOf(losses, target, log) {
-  const low = -largest([target, ...losses].map(loss => -loss)), high = largest([target, ...losses]);
+function viewOf(losses, log) {
+  const low = -largest(losses.map(loss => -loss)), high = largest(losses);
   const margin = 0.06 * (high - low) || 0.1;
   return [log ? Math.max(low - margin, low / 2, 1e-3) : low - margin, high + margin];
 }
@@ -70,8 +70,9 @@ function draw(figure, track, options) {
   const training = track.lines.map((line, i) => shown[i].length ? line.training.filter(known) : []);
   const late = track.lines.flatMap((_, i) => lastPart([...training[i], ...shown[i]], options.from));
   const xs = (options.from > FIRST_PART || options.logX ? late : shown.flat()).map(point => point[column]);
+  const goals = track.target === null ? [] : [track.target];
   const end = largest(xs) || 1, start = options.from > FIRST_PART || options.logX ? -largest(xs.map(x => -x)) : 0;
-  const [low, high] = viewOf(late.map(point => point[2]), track.target, options.logY);
+  const [low, high] = viewOf([...late.map(point => point[2]), ...goals], options.logY);
   const x = axis(start === end ? end / 2 : start, end, LEFT, width - RIGHT, options.logX);
   const y = axis(low, high, HEIGHT - BOTTOM, TOP, options.logY);
   drawAxes(svg, width, x, y, [start, end, low, high], column, options);
@@ -94,9 +95,10 @@ function draw(figure, track, options) {
     svgElement(group, "polyline", {class: lone ? "lone" : "mean", points: points(lone ? [at[0], at[0]] : at)});
     return {line, group, at};
   });
-  const level = y(track.target);
-  svgElement(svg, "line", {class: "target", x1: LEFT, x2: width - RIGHT, y1: level, y2: level});
-  svgElement(svg, "text", {class: "target", x: width - RIGHT - 4, y: level - 5}, `target ${track.target}`);
+  for (const goal of goals) {
+    svgElement(svg, "line", {class: "target", x1: LEFT, x2: width - RIGHT, y1: y(goal), y2: y(goal)});
+    svgElement(svg, "text", {class: "target", x: width - RIGHT - 4, y: y(goal) - 5}, `target ${goal}`);
+  }
   const hair = svgElement(svg, "line", {class: "hair", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden"});
   answerPointer(figure, svg, lines, hair);
 }

@@ -34,12 +34,18 @@ def page(args: argparse.Namespace) -> int:
     records = records_to_show(args)
     found = list(tracks(records, args.target, args.steps).values())
     complain(records, [entry for entries in found for entry in entries])
-    diffs = find_diffs(records, args.records)
-    without = [record.name for record in records if not any(log.runs for log in record.logs)]
-    content = render(found, diffs, without, args.output).encode(errors="replace")
-    write_new(args.output, content, lambda old: old.startswith(START.encode()))
+    diffs = write_page(args.output, records, found, args.records)
     print(harmless(f"{args.output}: {many(records, 'record')}, {many(found, 'track')}, {many(diffs, 'diff')}"))
     return 0
+
+
+def write_page(output: Path, records: list[Record], found: list[list[Entry]], home: Path) -> list:
+    """Write the page of these records, whose tracks have been found; the diffs that are on it."""
+    diffs = find_diffs(records, home)
+    without = [record.name for record in records if not any(log.runs for log in record.logs)]
+    content = render(found, diffs, without, output).encode(errors="replace")
+    write_new(output, content, lambda old: old.startswith(START.encode()))
+    return diffs
 
 
 def find_diffs(records: list[Record], home: Path) -> list[tuple[str, str, list[Diff]]]:
@@ -150,7 +156,7 @@ def curves_of(entries: list[Entry]) -> dict:
         training = [[round(m.step), number(m.seconds, 1), number(m.loss, 3)] for m in entry.training if drawable(m)]
         line = {"name": brief(entry.name, 80), "colour": colour(place, len(entries)), "at": at, "training": training}
         lines.append(line)
-    return {"target": entries[0].target, "lines": lines}
+    return {"target": entries[0].target or None, "lines": lines}  # 0 means that there is none
 
 
 def number(value: float, digits: int) -> float | None:

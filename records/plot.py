@@ -73,8 +73,8 @@ def plot_track(axes: tuple[Axes, Axes], entries: list[Entry]) -> None:
             axis.plot([x_of(moment) for moment in training], [moment.loss for moment in training], **thin)
             low, high = ([at + sign * by for at, by in zip(loss, width, strict=True)] for sign in (-1, 1))
             axis.fill_between(x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-        target = entries[0].target
-        axis.axhline(target, color="black", linestyle="--", linewidth=1, label=f"target {target:g}")
+        if target := entries[0].target:
+            axis.axhline(target, color="black", linestyle="--", linewidth=1, label=f"target {target:g}")
         axis.set_ylim(*view(entries))
         axis.set_xlabel(label)
         axis.grid(alpha=0.25)
@@ -111,13 +111,13 @@ def drawable(moment: Moment) -> bool:
 
 def view(entries: list[Entry]) -> tuple[float, float]:
     """(lowest, highest) loss to show: the first fifth of training is far above the rest and would flatten it."""
-    target = min(entries[0].target, DRAWABLE)
-    losses, late = [target], [target]
+    goals = [min(entries[0].target, DRAWABLE)] if entries[0].target else []
+    losses, late = [*goals], [*goals]
     for entry in entries:
         moments = [moment for moment in [*entry.training, *entry.curve()] if drawable(moment)]
         end = max((moment.step for moment in moments), default=0)
         losses += [moment.loss for moment in moments]
         late += [moment.loss for moment in moments if moment.step >= 0.2 * end]
-    low, high = min(losses), max(late)
+    low, high = min(losses, default=0), max(late, default=1)
     margin = 0.06 * (high - low) or 0.1
     return low - margin, high + margin

@@ -166,6 +166,8 @@ def gain(entry: Entry, before: Entry | None) -> str:
 def evidence(entry: Entry) -> tuple[bool | None, str]:
     """The verdict of `check` in a few words; None where the target is reached, but too few runs show it."""
     failed = [check.name for check in entry.checks if check.passed is False]
+    if not entry.target:
+        return None, "no target to reach"
     if not failed:
         return True, "yes, " + p_of(entry)
     if failed != ["loss"]:
