@@ -2,6 +2,7 @@
 
     ./run.sh [--setting value ...]             train the current script: on every GPU, or else on the CPU
     ./run.sh RECORD [--setting value ...]      train a record's script, by folder or by name: ./run.sh SoftCap
+    ./run.sh setup                             only make the virtual environment
     ./run.sh bench [--help]                    measure a step and its parts
     ./run.sh test [--rehearsal] [...]          run the tests; further words are pytest's
     ./run.sh rehearse [RECORD] [...]           try the 8xH100 run without a GPU
@@ -42,7 +43,7 @@ def find_script(name: str) -> Path:
     if len(matches) > 1:
         raise UserError(f"{name}: could be {' or '.join(match.parent.name for match in matches)}")
     if not matches:
-        raise UserError(f"{name}: not a command or a record: bench test rehearse {' '.join(names)}")
+        raise UserError(f"{name}: not a command or a record: setup bench test rehearse {' '.join(names)}")
     return matches[0]
 
 

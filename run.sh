@@ -41,6 +41,9 @@ install() {  # a requirements file; done once, and again when it changes
 
 command=${1:-}
 case $command in
+setup)
+    install requirements.txt
+    ;;
 test)
     install requirements-dev.txt
     shift

@@ -2,10 +2,14 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -23,6 +27,7 @@ def copy(folder) -> Path:
         shutil.copy(ROOT / name, folder)
     for script in (ROOT / "data").glob("*.py"):
         shutil.copy(script, folder / "data")
+    shutil.copytree(ROOT / "records", folder / "records", ignore=shutil.ignore_patterns("[0-9]*_*", "__pycache__"))
     return folder
 
 
@@ -53,27 +58,131 @@ def test_it_says_what_it_chose_trains_and_shows_a_sample(copy, shards):
     assert lines[0].endswith("; your training files")
     assert any(re.match("validation loss .* target 9.0 reached", line) for line in lines)
     assert "world_size: 2" in only_log(copy).read_text()
-    saved = checkpoint(copy, 4).relative_to(copy)
+    saved, log = checkpoint(copy, 4).relative_to(copy), only_log(copy).relative_to(copy)
+    loss, seconds = re.search(r"step:4/4 val_loss:(\S+) train_time:(\d+)ms", (copy / log).read_text()).groups()
+    gap = f"{9 - float(loss):.4f} below the target 9"
+    assert f"result   validation loss {loss} after {float(seconds) / 1000:.1f} s of training, {gap}" in lines
+    assert (
+        f"next     another seed           ./run.sh {shlex.join(shards)} --save_every=100 --target_loss=9 --seed 2"
+        in lines
+    )
+    assert f"sample.py {saved} --prompt 'def forward('" in result.stdout
+    assert f"page     {log.with_suffix('.html')}" in lines and (copy / log).with_suffix(".html").is_file()
     place = lines.index(f"what the model writes (python sample.py {saved}):")
     assert lines[place + 1 :]  # what an untrained model writes is nothing to compare with
 
 
-@pytest.mark.parametrize(
-    "version, complaint",
-    [
-        ("2.7.18", "Python 3.10 or newer is needed"),
-        ("3.9.21", "Python 3.10 or newer is needed"),
-        ("3.10.0", "cannot make the virtual environment new"),
-        ("3.14.2", "cannot make the virtual environment new"),
-    ],
-)
-def test_a_python_that_is_too_old_is_refused_before_anything_is_made(copy, version, complaint):
+# ---- Set-up ----------------------------------------------------------------------------------------------------------
+
+
+def set_up(folder: Path, **variables: str):
+    """The set-up of ./run.sh with nothing behind it, and pip as on a machine without a configuration."""
+    (folder / "launch.py").write_text("print('set up')\n")
+    return run_sh(folder, **dict(VENV="new", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="") | variables)
+
+
+@pytest.mark.parametrize("version", ["2.7.18", "3.9.21", "3.15.0"])
+def test_a_python_without_this_torch_is_refused_before_anything_is_made(copy, version):
     answers = copy / "python"  # an interpreter's answer to --version; it can do nothing else
     answers.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo Python {version}\n')
     answers.chmod(0o755)
-    result = run_sh(copy, VENV="new", PYTHON=str(answers))
-    assert (result.returncode, result.stderr) == (2, f"run.sh: {complaint}\n")
+    result = set_up(copy, PYTHON=str(answers))
+    told = f"run.sh: Python 3.10 to 3.14 is needed, {answers} is Python {version}: PYTHON=... names another\n"
+    assert (result.returncode, result.stderr, result.stdout) == (2, told, "")
     assert not (copy / "new").exists()
+
+
+def test_no_python_at_all_is_one_line(copy):
+    result = set_up(copy, PYTHON="python_of_nobody")
+    told = "run.sh: Python 3.10 to 3.14 is needed, python_of_nobody is missing: PYTHON=... names another\n"
+    assert (result.returncode, result.stderr) == (2, told)
+
+
+def test_a_python_without_venv_is_one_line_that_says_what_to_install(copy):
+    (copy / "without").mkdir()
+    (copy / "without/ensurepip.py").write_text("raise ImportError\n")  # which Debian puts into python3-venv
+    result = set_up(copy, PYTHON=sys.executable, PYTHONPATH=str(copy / "without"))
+    told = f"run.sh: {sys.executable} has no venv (Debian, Ubuntu: apt install python3-venv)\n"
+    assert (result.returncode, result.stderr, result.stdout) == (2, told, "")
+    assert not (copy / "new").exists()
+
+
+@pytest.fixture(scope="module")
+def empty_venv(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    venv.create(folder, with_pip=True)
+    return folder
+
+
+def write_wheels(folder: Path, *builds: str) -> str:
+    """Packages of the names and versions that are required, with nothing in them, for pip to choose from."""
+    folder.mkdir()
+    versions = dict(numpy="2.0.0", huggingface_hub="1.0.0", tqdm="4.70.0")
+    for name, version in [*versions.items(), *(("torch", build) for build in builds)]:
+        about = f"{name}-{version}.dist-info"
+        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{about}/RECORD", "")
+    return str(folder)
+
+
+def write_nvidia_smi(folder: Path) -> str:
+    """A PATH on which nvidia-smi prints what the real one prints on a machine with two GPUs."""
+    tool = folder / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-8f1e)'\necho 'GPU 1: NVIDIA H100'\n")
+    tool.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+PIN = re.search("^torch==(.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize(
+    "builds, with_gpu, chosen, size",
+    [
+        (["", "+cpu", "+cu130"], False, "+cpu", "about 1 GB"),
+        (["", "+cpu", "+cu130"], True, "+cu130", "about 5 GB, with CUDA's libraries"),
+        ([""], False, "", "about 5 GB: pip is offered no CPU build of torch here, and the default one brings CUDA's"),
+    ],
+)
+def test_without_a_gpu_torchs_cpu_build_is_installed_where_pip_is_offered_one(
+    copy, empty_venv, builds, with_gpu, chosen, size
+):
+    shutil.copytree(empty_venv, copy / "new", symlinks=True)
+    path = write_nvidia_smi(copy) if with_gpu else os.environ["PATH"]
+    links = write_wheels(copy / "wheels", *(PIN + build for build in builds))
+    result = set_up(copy, PIP_NO_INDEX="1", PIP_FIND_LINKS=links, PATH=path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"setting up new, only this once: huggingface_hub numpy torch tqdm; {size}" in result.stdout
+    assert [path.name for path in copy.glob("new/lib/*/site-packages/torch-*")] == [f"torch-{PIN}{chosen}.dist-info"]
+    assert set_up(copy, PIP_NO_INDEX="1", PIP_FIND_LINKS="nowhere").stdout == "set up\n"  # pip has no more to do
+
+
+def test_no_network_and_a_missing_package_are_one_line_each(copy, empty_venv):
+    shutil.copytree(empty_venv, copy / "new", symlinks=True)
+    with socket.socket() as nobody:  # a port at which nobody answers
+        nobody.bind(("127.0.0.1", 0))
+        result = set_up(copy, PIP_RETRIES="1", PIP_INDEX_URL=f"http://127.0.0.1:{nobody.getsockname()[1]}/simple")
+    told = "run.sh: pip finds no packages; is there a network? (see new/pip.txt)\n"
+    assert (result.returncode, result.stderr) == (2, told)
+    links = write_wheels(copy / "wheels", "2.12.0")
+    result = set_up(copy, PIP_NO_INDEX="1", PIP_FIND_LINKS=links)
+    told = f"run.sh: pip could not install requirements.txt: ERROR: No matching distribution found for torch=={PIN} "
+    assert (result.returncode, result.stderr) == (2, f"{told}(see new/pip.txt)\n")
+
+
+def test_the_cpu_build_of_torch_beside_gpus_is_refused_before_any_data_is_fetched(tmp_path, monkeypatch):
+    (tmp_path / f"torch-{PIN}+cpu.dist-info").mkdir()
+    (tmp_path / f"torch-{PIN}+cpu.dist-info/METADATA").write_text(f"Name: torch\nVersion: {PIN}+cpu\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", write_nvidia_smi(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(launch.UserError, match=r"^2 GPUs, but .* has the CPU build of torch: remove that folder"):
+        launch.plan([])
+
+
+# ---- What it runs ----------------------------------------------------------------------------------------------------
 
 
 def make_records(folder: Path, *names: str) -> str:
@@ -105,7 +214,7 @@ def test_a_record_is_run_by_its_folder_or_name_and_its_sample_is_its_own(copy, s
         ("hardtest", "2024-12-31_HardTest"),
         ("test", "0_Test"),  # the whole name before a part of one
         ("2024", "2024: could be 2024-01-01_Other or 2024-12-31_HardTest"),
-        ("none", "none: not a command or a record: bench test rehearse 0_Test 2024-01-01_Other 2024-12-31_HardTest"),
+        ("none", "none: not a command or a record: setup bench test rehearse 0_Test 2024-01-01_Other 2024-12-31_HardTest"),
     ],
 )
 def test_a_short_name_means_the_record_that_the_records_tool_finds(tmp_path, monkeypatch, name, found):
@@ -122,10 +231,7 @@ def test_a_short_name_means_the_record_that_the_records_tool_finds(tmp_path, mon
 )
 def test_gpus_are_counted_as_cuda_would_show_them(tmp_path, monkeypatch, visible, gpus):
     assert shutil.which("nvidia-smi") or launch.count_gpus() == 0
-    tool = tmp_path / "nvidia-smi"  # prints what the real one prints on a machine with two GPUs
-    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-8f1e)'\necho 'GPU 1: NVIDIA H100'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", write_nvidia_smi(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -137,7 +243,7 @@ def test_gpus_are_counted_as_cuda_would_show_them(tmp_path, monkeypatch, visible
     [
         ([], ["--nonsense"], "train_gpt: --nonsense: not a setting; "),
         ([], ["--batch_sequences=1"], "train_gpt: --batch_sequences 1: this must hold: processes <= batch_sequences"),
-        (["records/none"], [], "run.sh: records/none: not a command or a record: bench test rehearse "),
+        (["records/none"], [], "run.sh: records/none: not a command or a record: setup bench test rehearse "),
         ([], ["--train_files=none.bin"], "train_gpt: none.bin: no token shard;"),
     ],
 )
