@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train on several nodes with Slurm. The repository has to be on storage that all nodes share.
 #
-#     ./run.sh setup                                            once, where there is a network: makes .venv
+#     ./run.sh setup                                            once, on a node with network and GPU: makes .venv
 #     sbatch slurm.sh                                           two nodes of eight GPUs
 #     sbatch --nodes=4 slurm.sh --batch_sequences 32 --sequence_length 16384
-#     sbatch slurm.sh --resume latest                           go on after a time limit or scancel
+#     sbatch slurm.sh --resume latest                           go on after the time limit, with the same settings
 #
 # Words after slurm.sh are settings of train_gpt.py. A batch needs at least one sequence per GPU.
 
@@ -26,13 +26,14 @@ if [[ " $* " != *" --train_files"* ]]; then
     .venv/bin/python data/cached_fineweb10B.py 10
 fi
 
-# One torchrun per node. They meet at the first node, on a port that another job is unlikely to use.
+# One torchrun per node; launch.py is torchrun without its tracebacks. They meet at the first node, on a port that
+# another job is unlikely to use.
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((29500 + SLURM_JOB_ID % 1000))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 
 # 16 sequences of 32,768 tokens are as many tokens per step as the record's 8 of 65,536. Later settings win.
-srun --kill-on-bad-exit=1 .venv/bin/torchrun \
+srun --kill-on-bad-exit=1 .venv/bin/python records/launch.py \
     --nnodes="$SLURM_NNODES" --nproc_per_node="${PROCESSES:-gpu}" \
     --rdzv_backend=c10d --rdzv_id="$SLURM_JOB_ID" --rdzv_endpoint="$first_node:$port" \
     train_gpt.py --batch_sequences 16 --sequence_length 32768 "$@"
