@@ -30,8 +30,8 @@ def house(tmp_path):
     for name in ("1_First", "2_Second"):
         (tmp_path / "records" / name).mkdir(parents=True)
         (tmp_path / "records" / name / "train_gpt.py").write_text(f"{source}# {name}\n")
-    for module in (ROOT / "records").glob("*.py"):
-        shutil.copy(module, tmp_path / "records")
+    for part in (ROOT / "records").glob("*.*"):  # the tool, and what its pages are made of
+        shutil.copy(part, tmp_path / "records")
     return tmp_path
 
 
@@ -82,6 +82,7 @@ def test_a_record_whose_script_changed_is_measured_again(house):
     for runs in (1, 2):
         done = subprocess.run(command, cwd=house, env=environment(), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and done.stdout.startswith("0 of 1 runs"), done.stderr
+        assert "\n    validation loss " in done.stdout and done.stderr == ""
         assert len(filed(house)["1_First"]) == runs and not filed(house)["2_Second"]
         with open(house / "records/1_First/train_gpt.py", "a") as script:
             script.write("# changed\n")

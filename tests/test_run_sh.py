@@ -214,7 +214,10 @@ def test_a_record_is_run_by_its_folder_or_name_and_its_sample_is_its_own(copy, s
         ("hardtest", "2024-12-31_HardTest"),
         ("test", "0_Test"),  # the whole name before a part of one
         ("2024", "2024: could be 2024-01-01_Other or 2024-12-31_HardTest"),
-        ("none", "none: not a command or a record: setup bench test rehearse 0_Test 2024-01-01_Other 2024-12-31_HardTest"),
+        (
+            "none",
+            "none: not a command or a record: setup bench test rehearse 0_Test 2024-01-01_Other 2024-12-31_HardTest",
+        ),
     ],
 )
 def test_a_short_name_means_the_record_that_the_records_tool_finds(tmp_path, monkeypatch, name, found):
