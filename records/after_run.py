@@ -24,9 +24,11 @@ def after_run(path: Path, command: list[str], sample: list[str]) -> Iterator[str
     """
     log = read_log(path)
     final, newest = log.runs[-1].final, newest_record(log)
-    gap = f", {abs(final.loss - log.target):.4f} {'above' if final.loss > log.target else 'below'}"
-    gap = f"{gap} the target {log.target:g}" if log.target else ""
-    yield f"result   validation loss {final.loss:.4f} after {final.seconds:.1f} s of training{gap}"
+    result = f"validation loss {final.loss:.4f} after {final.seconds:.1f} s of training"
+    if log.target:
+        side = "above" if final.loss > log.target else "below"
+        result += f", {abs(final.loss - log.target):.4f} {side} the target {log.target:g}"
+    yield f"result   {result}"
     if newest:
         yield f"record   {describe(newest, log)}"
     tries = list(next_tries(log, newest, command, sample))
@@ -60,7 +62,7 @@ def next_tries(log: Log, newest: Entry | None, command: list[str], sample: list[
     if not any(word.startswith("--resume") for word in command):
         yield "another seed", shlex.join([*without("--seed", command), "--seed", str(int(log.seed) + 1)])
     if newest:
-        both = [newest.name.partition("_")[2], str(log.path)]
+        both = [newest.name.partition("_")[2] or newest.name, str(log.path)]
         yield "against the record", shlex.join([python, "-m", "records", "compare", *both])
         if not same_source(log.source, newest.record.script_source or b""):
             yield "what differs from it", shlex.join([python, "-m", "records", "diff", *both])
