@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
 from launch import KEEP_MEMORY
-from train_gpt import BLOCK, Packing, attend, gathered_bias
+from train_gpt import BLOCK, attend, gathered_bias
 
 HERE = Path(__file__).resolve().parent
 CPU_TRACK = os.environ | dict(CUDA_VISIBLE_DEVICES="", VENV=sys.prefix)
@@ -92,7 +93,7 @@ def step_parts(flags: list[str]) -> dict:
     s = train_gpt.make_settings(train_gpt.parse_flags(flags), world.size, world.on_gpu)
     trainer, loader = train_gpt.Trainer(s, world), train_gpt.DistributedDataLoader(s, world)
     trainer.warm_up(loader.next_batch())
-    times = dict(loader=[], backward=[], update=[], muon=[])
+    times = defaultdict(list)
 
     def timed(name: str, work: Callable) -> Callable:
         def measured(*arguments):
@@ -103,7 +104,9 @@ def step_parts(flags: list[str]) -> dict:
 
         return measured
 
-    trainer.muon.step = timed("muon", trainer.muon.step)
+    stacks = [optimizer for optimizer, _ in trainer.optimizers if isinstance(optimizer, train_gpt.Muon)]
+    for i, muon in enumerate(stacks):
+        muon.step = timed(f"muon {i}", muon.step)
     next_batch, backward = timed("loader", loader.next_batch), timed("backward", trainer.backward)
     update = timed("update", trainer.update)
     for step in range(s.num_iterations):
@@ -113,6 +116,7 @@ def step_parts(flags: list[str]) -> dict:
         trainer.backward(loader.next_batch(), s.num_iterations - 1)
         trainer.update(s.num_iterations - 1)
     parts = {name: median(values) for name, values in times.items()}
+    parts["muon"] = sum(parts.pop(f"muon {i}") for i in range(len(stacks)))
     step = parts["loader"] + parts["backward"] + parts["update"]
     return parts | dict(step=step, flops=counter.get_total_flops() * world.size, rank=world.rank)
 
@@ -136,14 +140,14 @@ def attention(length: int, dtype: torch.dtype, dense: bool) -> Callable:
         in_window = (token[:, None] >= token) & (block[:, None] - block < window // BLOCK)
         mask = in_window & (documents[:, None] == documents)
     else:
-        packing = Packing(documents, gathered_bias(documents, window // BLOCK, s.num_heads, dtype))
+        mask = gathered_bias(documents, window // BLOCK, s.num_heads, dtype)
 
     def forward_and_backward() -> None:
         if dense:
             heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-            y = F.scaled_dot_product_attention(*heads, attn_mask=mask)[0].transpose(0, 1)
+            y = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=s.attention_scale)[0].transpose(0, 1)
         else:
-            y = attend(q, k, v, packing)
+            y = attend(q, k, v, mask, s.attention_scale)
         torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
 
     return forward_and_backward

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the 8xH100 track: FineWeb to a validation loss of 3.28
     python train_gpt.py --num_iterations 100 --seed 7        one GPU, or the CPU track; every setting is a flag
 
-The recipe is the public record of 2025-01-04. Published: 3.40 minutes on 8 H100s, loss 3.2791 (mean of 80 runs).
+The recipe is the public record of 2025-08-23. Published: 2.81 minutes on 8 H100s, loss 3.2772.
 A run writes logs/<id>.txt: this source, the machine, every setting, the data's fingerprint, one line per step.
 """
 
@@ -22,7 +22,8 @@ import sys
 import time
 import uuid
 import zipfile
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +37,6 @@ try:
     import torch.nn.functional as F
     from torch import Tensor, nn
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
-    from torch.nn.parallel import DistributedDataParallel
     from tqdm import tqdm
 except ImportError as error:
     sys.exit(f"train_gpt: {error}: use ./run.sh, or activate the environment that it made: . .venv/bin/activate")
@@ -64,29 +64,38 @@ class Settings:
     num_layers: int = setting(12, "transformer blocks, an even number", "num_layers in range(2, 1000, 2)", cpu=4)
     num_heads: int = setting(6, "heads per attention layer", (1, 1000), cpu=2)
     model_dim: int = setting(768, "width of the model", "model_dim % (4 * num_heads) == 0 < model_dim", cpu=96)
-    logit_softcap: float = setting(15.0, "a tanh keeps the logits within plus or minus this", (1e-3, 1e6))
-    sequence_length: int = setting(65536, "tokens per sequence", "sequence_length in range(128, 2**24, 128)", cpu=1024)
+    logit_softcap: float = setting(15.0, "a sigmoid keeps the logits between 0 and twice this", (1e-3, 1e6))
+    attention_scale: float = setting(0.12, "factor of the products of queries and keys", (1e-6, 1e3), cpu=0.2)
+    gate_channels: int = setting(12, "channels that gate attention's output", "1 <= gate_channels <= model_dim")
+    sequence_length: int = setting(49152, "tokens per sequence", "sequence_length in range(128, 2**24, 128)", cpu=1024)
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
     window_start: int = setting(128, "window in tokens at the first step", "128 <= window_start <= window_end", cpu=256)
     window_end: int = setting(1856, "attention window at the last step, in tokens", (BLOCK, 2**24), cpu=256)
-    num_iterations: int = setting(1390, "training steps", (1, 999_999), cpu=1100)
-    cooldown_frac: float = setting(0.4, "last part of the steps, in which learning rates fall", (0, 1), cpu=0.5)
+    num_iterations: int = setting(1695, "training steps", (1, 999_999), cpu=1100)
+    cooldown_frac: float = setting(0.45, "last part of the steps, in which learning rates fall", (0, 1), cpu=0.5)
+    final_lr: float = setting(0.1, "what is left of the learning rates at the end, as a factor", (0, 1))
     embedding_lr: float = setting(0.6, "Adam's learning rate for the embedding tables", (0, 1e6), cpu=0.2)
     head_lr: float = setting(0.008, "Adam's learning rate for the output head", (0, 1e6))
+    gate_lr: float = setting(0.008, "Adam's learning rate for attention's gates", (0, 1e6))
     scalar_lr: float = setting(0.04, "Adam's learning rate for the mixing weights", (0, 1e6))
     adam_beta1: float = setting(0.8, "Adam's decay of the mean gradient", (0, 0.99999), cpu=0.9)
     adam_beta2: float = setting(0.95, "Adam's decay of the mean squared gradient", (0, 0.99999), cpu=0.99)
-    scalar_eps: float = setting(1e-8, "Adam's eps for the mixing weights", (1e-30, 1), cpu=1e-5)
+    adam_eps: float = setting(1e-10, "Adam's eps, for gradients that are summed over a batch", (1e-30, 1))
+    scalar_eps: float = setting(1e-10, "the same for the mixing weights", (1e-30, 1), cpu=0.02)
     muon_lr: float = setting(0.05, "Muon's learning rate for the matrices in the blocks", (0, 1e6), cpu=0.03)
     momentum_start: float = setting(0.85, "Muon's momentum at the first step", (0, 0.99999))
     momentum_end: float = setting(0.95, "Muon's momentum after its warm-up", (0, 0.99999), cpu=0.9)
     momentum_warmup: int = setting(300, "steps over which Muon's momentum grows", (0, 10**6))
     ns_steps: int = setting(5, "Newton-Schulz iterations per orthogonalization", (1, 100))
     seed: int = setting(1, "seed of the initial weights", (0, 2**62))
-    val_tokens: int = setting(10485760, "to validate on", "val_tokens % sequence_length == 0 < val_tokens", 2**18, True)
+    val_sequence_length: int = setting(
+        262144, "tokens per validation sequence", "val_sequence_length in range(128, 2**24, 128)", cpu=8192, free=True
+    )
+    val_tokens: int = setting(10485760, "in total", "val_tokens % val_sequence_length == 0 < val_tokens", 2**18, True)
     val_loss_every: int = setting(125, "steps between validations; 0: only at the end", (0, 10**6), cpu=150, free=True)
     target_loss: float = setting(3.28, "validation loss to reach; 0: none", (0, 1e6), cpu=1.04, free=True)
     dtype: str = setting("auto", "dtype of matrix products", "dtype in ('auto', 'bfloat16', 'float32')", free=True)
+    fp8_head: bool = setting(True, "train the head in FP8", "model_dim % 16 == 0 or not fp8_head", cpu=False, free=True)
     bfloat16_embeddings: bool = setting(True, "hold the embedding tables in bfloat16", ANY, cpu=False)
     compile: bool = setting(True, "use torch.compile, and with it FlexAttention on a GPU", ANY, cpu=False, free=True)
     coordinate_descent: bool = setting(False, "tune Inductor's kernels; takes many minutes more", ANY, free=True)
@@ -130,6 +139,8 @@ def make_settings(flags: dict, processes: int, on_gpu: bool, saved: dict | None 
     if s.dtype == "auto":  # bfloat16 where the hardware multiplies it faster than float32, as GPUs from sm_80 on do
         fast = on_gpu or any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
         s = replace(s, dtype="bfloat16" if fast else "float32")
+    if on_gpu and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):  # no FP8 in hardware
+        s = replace(s, fp8_head=False)
     for name, value in asdict(s).items():
         rule = about[name]["rule"]
         rule = rule if isinstance(rule, str) else f"{rule[0]} <= {name} <= {rule[1]}"
@@ -203,39 +214,59 @@ class Shard:
             raise UserError(f"{self.path}: token {tokens.max()} is outside the vocabulary of {self.vocab_size}")
         return tokens[:-1].to(torch.int32), tokens[1:]
 
+    def find(self, token: int, first: int) -> int:
+        """Where `token` comes next, from `first` on; the shard's length if it does not."""
+        for start in range(first, len(self.tokens), 1024):
+            if len(found := (self.read(start, 1024)[0] == token).nonzero()):
+                return start + int(found[0])
+        return len(self.tokens)
+
     def fingerprint(self) -> dict:
         ends = hashlib.sha256(self.tokens[: 2**19].tobytes() + self.tokens[-(2**19) :].tobytes())  # a MiB of each
         return dict(file=os.path.basename(self.path), tokens=len(self.tokens), sha256=ends.hexdigest())
 
 
 class DistributedDataLoader:
-    """Deals out the token stream: a step takes the next `batch_sequences` sequences, sequence i goes to rank i % size.
-    So any number of processes trains on the same tokens. On a CPU, a process's sequences share one forward pass."""
+    """Deals out sequences that start at a document (public record of 2025-07-13). A step takes the next
+    `batch_sequences`, sequence i goes to rank i % size: any number of processes trains on the same tokens. On a CPU, a
+    process's sequences share one forward pass.
+
+        documents    |   0   |     1     |2|        3        |    4    |   5   |
+        sequences    |------ 0 ------|   |------ 1 ------|   |------ 2 ------|
+    """
 
     def __init__(self, s: Settings, world: World):
         self.s, self.world = s, world
         self.shards = [Shard(path, s.vocab_size) for path in sorted(glob.glob(s.train_files)) or [s.train_files]]
         self.position = [0, 0]  # of the next batch: [shard number, first token]; the number grows beyond the last shard
-        self.batch_tokens = s.batch_sequences * s.sequence_length
-        if max(len(shard.tokens) for shard in self.shards) <= self.batch_tokens:
-            raise UserError(f"no shard of {s.train_files} has the {self.batch_tokens} + 1 tokens of a batch")
+        self.find_batch()  # or say now that there is none
+
+    def find_batch(self) -> tuple[int, list[int]]:
+        """The shard number and the starts of the next batch, which lies in one shard."""
+        (number, first), length, count = self.position, self.s.sequence_length, self.s.batch_sequences
+        for _ in range(len(self.shards) + 1):
+            shard, starts = self.shards[number % len(self.shards)], []
+            end = len(shard.tokens) - length  # the last token is a target only
+            while len(starts) < count and (start := shard.find(self.s.document_token, first)) < end:
+                starts, first = [*starts, start], start + length + 1
+            if len(starts) == count:
+                return number, starts
+            number, first = number + 1, 0
+        raise UserError(f"no shard of {self.s.train_files} has {count} x {length} tokens that start at a document")
 
     def next_batch(self) -> list[tuple[Tensor, Tensor]]:
         """This process's micro-batches of the next step: (inputs, targets), on its device."""
-        number, first = self.position
-        while first + self.batch_tokens >= len(self.shards[number % len(self.shards)].tokens):
-            number, first = number + 1, 0  # what is left of the shard is smaller than a batch
-        shard, length = self.shards[number % len(self.shards)], self.s.sequence_length
-        mine = range(self.world.rank, self.s.batch_sequences, self.world.size)
-        batch = [shard.read(first + i * length, length) for i in mine]
-        self.position = [number, first + self.batch_tokens]
+        (number, starts), length = self.find_batch(), self.s.sequence_length
+        shard, mine = self.shards[number % len(self.shards)], starts[self.world.rank :: self.world.size]
+        batch = [shard.read(start, length) for start in mine]
+        self.position = [number, starts[-1] + length + 1]
         if self.world.on_gpu:
             return [tuple(x.pin_memory().to(self.world.device, non_blocking=True) for x in pair) for pair in batch]
         return [tuple(torch.cat(parts) for parts in zip(*batch, strict=True))]
 
 
 # ---- Attention: who sees whom, and two ways to compute it ------------------------------------------------------------
-# Shape suffixes: T tokens, H heads, D channels per head, C of the model, N blocks, B tokens per block, W per window.
+# Shapes: T tokens, V vocabulary, C channels, F in MLPs, H heads, D per head, N blocks, B tokens per block, W per window
 # A token sees itself and the tokens before it that are in its document and in the last `window_blocks` blocks. For a
 # sequence of 7 blocks, two documents that meet inside block 3, and a window of 3 blocks (rows: queries, columns: keys):
 #         0 1 2 3 4 5 6
@@ -249,10 +280,13 @@ class DistributedDataLoader:
 
 
 class Packing(NamedTuple):
-    """How the tokens of a forward pass are packed: all that an attention layer can know about it, besides its input."""
+    """How the tokens of a forward pass are packed: all that an attention layer can know about it, besides its input.
+    A mask is FlexAttention's; or, for gathered blocks, a bias of 0 or -inf."""
 
-    documents_T: Tensor  # number of each token's document, growing; for ideas that need more than the mask
-    mask: BlockMask | Tensor  # of FlexAttention; or, for gathered blocks, a bias of 0 or -inf
+    documents_T: Tensor  # number of each token's document, growing; for ideas that need more than the masks
+    length: int  # tokens per sequence
+    long: BlockMask | Tensor  # the mask with the whole window, for a few layers
+    short: BlockMask | Tensor  # with half of it, for the others
 
 
 def document_block_mask(documents_T: Tensor, window_blocks: Tensor) -> BlockMask:
@@ -293,18 +327,18 @@ def gathered_bias(documents_T: Tensor, window_blocks: int, num_heads: int, dtype
     return bias.expand(-1, num_heads, -1, -1).flatten(0, 1)
 
 
-def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, packing: Packing) -> Tensor:
+def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
     """Attention under the mask. FlexAttention needs torch.compile and a GPU: it has no backward pass on a CPU.
 
     Elsewhere each block of queries gets its own copy of the keys and values in its window, and the blocks are the
     batch: the cost grows with length x window, as FlexAttention's does.
     """
-    if isinstance(packing.mask, BlockMask):
+    if isinstance(mask, BlockMask):
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        return flex_attention(q, k, v, block_mask=packing.mask)[0].transpose(0, 1)
+        return flex_attention(q, k, v, block_mask=mask, scale=scale)[0].transpose(0, 1)
     q, k, v = (x.unflatten(0, (-1, BLOCK)).transpose(1, 2) for x in (q_THD, k_THD, v_THD))  # each NHBD
-    k, v = (gather_window(x, packing.mask.size(-1) // BLOCK).flatten(0, 1) for x in (k, v))
-    scores = torch.baddbmm(packing.mask, q.flatten(0, 1), k.mT, alpha=q.size(-1) ** -0.5)
+    k, v = (gather_window(x, mask.size(-1) // BLOCK).flatten(0, 1) for x in (k, v))
+    scores = torch.baddbmm(mask, q.flatten(0, 1), k.mT, alpha=scale)
     y_NHBD = (scores.softmax(dim=-1) @ v).unflatten(0, (-1, q_THD.size(1)))
     return y_NHBD.transpose(1, 2).flatten(0, 1)
 
@@ -314,16 +348,11 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-class CastedLinear(nn.Linear):
-    """A linear map without bias; its float32 weights are cast to the activations' dtype at use."""
-
-    def __init__(self, in_features: int, out_features: int, start_at_zero: bool = False):
-        super().__init__(in_features, out_features, bias=False)
-        if start_at_zero:
-            nn.init.zeros_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.type_as(x))
+def matrices(count: int, rows: int, columns: int) -> nn.Parameter:
+    """Matrices in one parameter. The last starts at zero, the others with a standard deviation of 0.5 / sqrt(rows)."""
+    weights = torch.empty(count, rows, columns).uniform_(-1, 1) * math.sqrt(0.75 / rows)
+    weights[-1] = 0
+    return nn.Parameter(weights)
 
 
 class Rotary(nn.Module):
@@ -336,41 +365,44 @@ class Rotary(nn.Module):
         self.register_buffer("cos_T1D", torch.cat([angle.cos(), angle.cos()], 1)[:, None], persistent=False)
         self.register_buffer("sin_T1D", torch.cat([angle.sin(), -angle.sin()], 1)[:, None], persistent=False)
 
-    def forward(self, x_THD: Tensor) -> Tensor:
-        length = min(len(x_THD), len(self.cos_T1D))  # S sequences side by side: each has positions of its own
-        x_STHD = x_THD.float().unflatten(0, (-1, length))
+    def forward(self, x_THD: Tensor, length: int) -> Tensor:
+        x_STHD = x_THD.float().unflatten(0, (-1, length))  # S sequences side by side: each has positions of its own
         partner = x_STHD.roll(x_THD.size(-1) // 2, dims=-1)
         return (x_STHD * self.cos_T1D[:length] + partner * self.sin_T1D[:length]).type_as(x_THD).flatten(0, 1)
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, model_dim: int, num_heads: int, rotary: Rotary):
+    rates = 1, 1, 1, 1  # factors of Muon's learning rate, one for each matrix
+
+    def __init__(self, s: Settings, rotary: Rotary, layer: int):
         super().__init__()
-        self.head_dim, self.num_heads = model_dim // num_heads, num_heads
-        self.query = CastedLinear(model_dim, model_dim)
-        self.key = CastedLinear(model_dim, model_dim)
-        self.value = CastedLinear(model_dim, model_dim)
+        self.s, self.rotary, self.long = s, rotary, layer in (0, s.num_layers // 3, s.num_layers - 1)
+        self.weights = matrices(4, s.model_dim, s.model_dim)  # query, key, value, project
         self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5]))
-        self.rotary = rotary
-        self.project = CastedLinear(model_dim, model_dim, start_at_zero=True)
+        self.gate = nn.Parameter(torch.zeros(s.num_heads, s.gate_channels))
 
     def forward(self, x_TC: Tensor, value_embedding_TC: Tensor | None, packing: Packing) -> Tensor:
-        qkv = F.linear(x_TC, torch.cat([self.query.weight, self.key.weight, self.value.weight]).type_as(x_TC))
-        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).tensor_split([-self.num_heads], dim=1)
-        q, k = self.rotary(norm(qk)).chunk(2, dim=1)
+        qkv_weights, (project,) = self.weights.type_as(x_TC).split([3, 1])
+        qkv = F.linear(x_TC, qkv_weights.flatten(0, 1)).unflatten(-1, (3 * self.s.num_heads, -1))
+        qk, v = qkv.split([2 * self.s.num_heads, self.s.num_heads], dim=1)
+        q, k = self.rotary(norm(qk), packing.length).chunk(2, dim=1)
         own, embedded = self.value_mix
         v = own * v if value_embedding_TC is None else own * v + embedded * value_embedding_TC.view_as(v)
-        return self.project(attend(q, k, v, packing).flatten(1))
+        y_THD = attend(q, k, v, packing.long if self.long else packing.short, self.s.attention_scale)
+        gate_TH = torch.sigmoid(F.linear(x_TC[:, : self.s.gate_channels], self.gate.type_as(x_TC)))
+        return F.linear((y_THD * gate_TH[..., None]).flatten(1), project)
 
 
 class MLP(nn.Module):
+    rates = 2, 1  # factors of Muon's learning rate: sqrt(outputs / inputs), at least 1
+
     def __init__(self, model_dim: int):
         super().__init__()
-        self.expand = CastedLinear(model_dim, 4 * model_dim)
-        self.project = CastedLinear(4 * model_dim, model_dim, start_at_zero=True)
+        self.weights = matrices(2, model_dim, 4 * model_dim)  # expand, project
 
     def forward(self, x_TC: Tensor) -> Tensor:
-        return self.project(F.relu(self.expand(x_TC)).square())  # ReLU squared: Primer, arXiv:2109.08668
+        expand_CF, project_CF = self.weights.type_as(x_TC)
+        return F.relu(x_TC @ expand_CF).square() @ project_CF.mT  # ReLU squared: Primer, arXiv:2109.08668
 
 
 class Block(nn.Module):
@@ -401,11 +433,41 @@ class ValueEmbedding(nn.Module):
         return rows + [None] * (self.num_layers - 2 * len(rows)) + rows
 
 
+def fp8_product(a_MK: Tensor, b_NK: Tensor, scale: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """scale * a @ b.mT, summed in float32, or `fast` with fewer digits. The hardware sums over the last dimensions."""
+    scale, one = (torch.full((), x, dtype=torch.float32, device=a_MK.device) for x in (scale, 1))
+    return torch._scaled_mm(a_MK, b_NK.mT, scale_a=scale, scale_b=one, out_dtype=dtype, use_fast_accum=fast)
+
+
+class Fp8Linear(torch.autograd.Function):
+    """x @ w.mT and its gradients by products in FP8, twice as fast as bfloat16's (public record of 2025-01-13).
+
+    Scales fill e4m3's range, +-448: a channel of x, which is normed, is at most sqrt(C); weights are clamped at 0.875.
+    The output's gradient is at most 1, as the loss is a sum over tokens; e5m2 has fewer digits but keeps small values.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TC: Tensor, w_VC: Tensor) -> Tensor:
+        ctx.scales = x_scale, w_scale, _ = x_TC.size(-1) ** 0.5 / 448, 2**-9, 1 / 448  # of x, w and the gradient
+        x8_TC = (x_TC / x_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        w8_VC = (w_VC / w_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        ctx.save_for_backward(x8_TC, w8_VC)
+        return fp8_product(x8_TC, w8_VC, x_scale * w_scale, x_TC.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, gradient_TV: Tensor) -> tuple[Tensor, Tensor]:
+        (x8_TC, w8_VC), (x_scale, w_scale, g_scale) = ctx.saved_tensors, ctx.scales
+        g8_TV = (gradient_TV / g_scale).to(torch.float8_e5m2)
+        dx_TC = fp8_product(g8_TV, w8_VC.mT.contiguous(), g_scale * w_scale, gradient_TV.dtype)
+        dw_VC = fp8_product(g8_TV.mT.contiguous(), x8_TC.mT.contiguous(), g_scale * x_scale, torch.float32)
+        return dx_TC, dw_VC
+
+
 class GPT(nn.Module):
     """Maps packed documents to their mean loss. For 12 layers:
 
         layer             0    1    2    3    4    5    6    7    8    9    10   11
-        attention         x    x    x    x    x    x    x    -    x    x    x    x
+        attention window  long .    .    .    long .    .    -    .    .    .    long    (.: half as long; -: none)
         value embedding   0    1    2    -    -    -    -    -    -    0    1    2
         U-net skip        a    b    c    d    e    f  + f  + e  + d  + c  + b  + a
 
@@ -419,13 +481,14 @@ class GPT(nn.Module):
         rows = math.ceil(s.vocab_size / 128) * 128  # padded, for the matrix products
         self.embedding = nn.Embedding(rows, s.model_dim)
         self.value_embedding = ValueEmbedding(rows, s.model_dim, s.num_layers)
-        rotary = Rotary(s.model_dim // s.num_heads, s.sequence_length)
+        rotary = Rotary(s.model_dim // s.num_heads, max(s.sequence_length, s.val_sequence_length))
         self.blocks = nn.ModuleList(
-            Block(s.model_dim, CausalSelfAttention(s.model_dim, s.num_heads, rotary) if layer != 7 else None)
+            Block(s.model_dim, CausalSelfAttention(s, rotary, layer) if layer != 7 else None)
             for layer in range(s.num_layers)
         )
         self.skip_weights = nn.Parameter(torch.ones(s.num_layers // 2))
-        self.head = CastedLinear(s.model_dim, rows, start_at_zero=True)
+        self.head = nn.Linear(s.model_dim, rows, bias=False)
+        nn.init.zeros_(self.head.weight)
         if s.bfloat16_embeddings:
             self.embedding.bfloat16()
             self.value_embedding.bfloat16()
@@ -436,12 +499,15 @@ class GPT(nn.Module):
     def pack(self, inputs_T: Tensor, window_blocks: Tensor) -> Packing:
         if inputs_T.ndim != 1 or len(inputs_T) % BLOCK:
             raise ValueError(f"inputs must be one row of whole blocks of {BLOCK} tokens, not {tuple(inputs_T.shape)}")
+        length = min(len(inputs_T), self.s.sequence_length) if self.training else len(inputs_T)
         starts_T = inputs_T == self.s.document_token
-        starts_T[:: self.s.sequence_length] = True  # sequences side by side do not see each other
-        documents_T = starts_T.cumsum(0)
+        starts_T[::length] = True  # sequences side by side do not see each other
+        documents_T, windows = starts_T.cumsum(0), (window_blocks, (window_blocks // 2).clamp(min=1))
         if self.use_flex:
-            return Packing(documents_T, document_block_mask(documents_T, window_blocks))
-        return Packing(documents_T, gathered_bias(documents_T, int(window_blocks), self.s.num_heads, self.dtype))
+            masks = [document_block_mask(documents_T, window) for window in windows]
+        else:
+            masks = [gathered_bias(documents_T, int(window), self.s.num_heads, self.dtype) for window in windows]
+        return Packing(documents_T, length, *masks)
 
     def hidden(self, inputs_T: Tensor, window_blocks: Tensor) -> Tensor:
         """The output of the last layer, normed."""
@@ -458,8 +524,10 @@ class GPT(nn.Module):
         return norm(x)
 
     def logits(self, x_TC: Tensor) -> Tensor:
-        """Logits in float32, kept within plus or minus the softcap (Gemma 2, arXiv:2408.00118)."""
-        return (self.s.logit_softcap * torch.tanh(self.head(x_TC) / self.s.logit_softcap)).float()
+        """Logits in float32 with a softcap c (Gemma 2, arXiv:2408.00118): 2c sigmoid(2z / c) = c tanh(z / c) + c."""
+        w, in_fp8 = self.head.weight, self.s.fp8_head and self.training
+        z_TV = Fp8Linear.apply(x_TC, w) if in_fp8 else F.linear(x_TC, w.type_as(x_TC))
+        return 2 * self.s.logit_softcap * torch.sigmoid(z_TV.float() * (2 / self.s.logit_softcap))
 
 
 # ---- Optimizers and schedules: Muon for the blocks' matrices, Adam for the rest --------------------------------------
@@ -476,83 +544,82 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
     return x
 
 
-def wide(matrix: Tensor) -> Tensor:
-    """The matrix, transposed if it is taller than wide: then Newton-Schulz's products are the smallest."""
-    return matrix.mT if matrix.size(-2) > matrix.size(-1) else matrix
-
-
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalized by Newton-Schulz. The processes share the work.
+    """Nesterov momentum, orthogonalized by Newton-Schulz: a stack of matrices is one batch."""
 
-    Matrices of one size are taken in chunks. A process orthogonalizes its part of a chunk, keeps the momentum of that
-    part only, and gathers the other parts. On GPUs a chunk has one matrix per process, and while one chunk is gathered
-    the next is computed. On a CPU all matrices of one size are one chunk. With 7 matrices and 3 processes:
-
-        GPU   chunks 0 1 2 | 3 4 5 | 6 - -      rank 1 orthogonalizes 1, then 4, then nothing
-        CPU   chunk 0 1 2 3 4 5 6 - -           rank 1 orthogonalizes 1 and 4 as one batch
-    """
-
-    def __init__(self, matrices: list[nn.Parameter], s: Settings, world: World, orthogonalize=newton_schulz):
-        sizes = dict.fromkeys(p.numel() for p in matrices)
-        groups = [dict(params=[p for p in matrices if p.numel() == size]) for size in sizes]
-        super().__init__(groups, dict(lr=s.muon_lr, momentum=s.momentum_start, ns_steps=s.ns_steps))
-        self.world, self.orthogonalize = world, orthogonalize
-        for group in self.param_groups:
-            params, shape = group["params"], wide(group["params"][0]).shape
-            per_process = 1 if world.on_gpu else math.ceil(len(params) / world.size)
-            chunk = per_process * world.size
-            group["chunks"] = [params[i : i + chunk] for i in range(0, len(params), chunk)]
-            group["buffer"] = params[0].new_zeros(len(group["chunks"]), per_process, *shape)  # this process's momentum
-            group["update"] = params[0].new_zeros(world.size, per_process, *shape).to(getattr(torch, s.dtype))
+    def __init__(self, stack: nn.Parameter, rates: Tensor, s: Settings, orthogonalize=newton_schulz):
+        super().__init__([stack], dict(lr=s.muon_lr, momentum=s.momentum_start, ns_steps=s.ns_steps))
+        self.state[stack]["momentum"] = torch.zeros_like(stack)
+        self.rates, self.dtype, self.orthogonalize = rates[:, None, None], getattr(torch, s.dtype), orthogonalize
 
     @torch.no_grad()
     def step(self) -> None:
-        in_flight = None
-        for group in self.param_groups:
-            for chunk, buffer in zip(group["chunks"], group["buffer"], strict=True):
-                gradient = torch.zeros_like(buffer)
-                for i, param in enumerate(chunk[self.world.rank :: self.world.size]):
-                    gradient[i] = wide(param.grad)
-                buffer.lerp_(gradient, 1 - group["momentum"])
-                nesterov = gradient.lerp_(buffer, group["momentum"])
-                part = self.orthogonalize(nesterov.to(group["update"].dtype), group["ns_steps"])
-                if in_flight:  # before its update buffer is used again
-                    self.apply(*in_flight)
-                if self.world.size > 1:
-                    gathering = dist.all_gather_single(group["update"], part[None].contiguous(), async_op=True)
-                else:
-                    gathering, group["update"] = None, part[None]
-                in_flight = group, chunk, gathering
-        self.apply(*in_flight)
-
-    def apply(self, group: dict, chunk: list[nn.Parameter], gathering: dist.Work | None) -> None:
-        if gathering:
-            gathering.wait()
-        for i, param in enumerate(chunk):
-            update = group["update"][i % self.world.size, i // self.world.size]
-            rows, columns = param.shape
-            rate = group["lr"] * max(1, rows / columns) ** 0.5
-            param.add_(update.mT if rows > columns else update, alpha=-rate)
-
-    def whole_momentum(self, group: dict) -> Tensor:
-        """The momentum of a group's matrices, in their order; every process must take part."""
-        chunks, per_process, *shape = group["buffer"].shape
-        whole = group["buffer"].new_zeros(chunks, per_process, self.world.size, *shape)
-        whole[:, :, self.world.rank] = group["buffer"]
-        if self.world.size > 1:
-            dist.all_reduce(whole)
-        return whole.flatten(0, 2)[: len(group["params"])]
-
-    def load_momentum(self, group: dict, momentum: Tensor) -> None:
-        """Take this process's part of `whole_momentum`, which any number of processes may have saved."""
-        chunks, per_process, *shape = group["buffer"].shape
-        whole = F.pad(momentum, (0, 0) * 2 + (0, chunks * per_process * self.world.size - len(momentum)))
-        group["buffer"].copy_(whole.view(chunks, per_process, self.world.size, *shape)[:, :, self.world.rank])
+        (group,) = self.param_groups
+        (stack,) = group["params"]
+        momentum = self.state[stack]["momentum"].lerp_(stack.grad, 1 - group["momentum"])
+        nesterov = stack.grad.lerp_(momentum, group["momentum"])
+        update = self.orthogonalize(nesterov.to(self.dtype), group["ns_steps"])
+        stack.sub_(update * (group["lr"] * self.rates))
 
 
-def lr_factor(progress: float, cooldown_frac: float) -> float:
-    """What every learning rate is multiplied by: 1, then down to 0 in a straight line. `progress` goes from 0 to 1."""
-    return min(1.0, (1 - progress) / cooldown_frac) if cooldown_frac else 1.0
+class Share:
+    """Parameters stacked along their first dimension; a row is a table's row, a matrix, or a number. Each process
+    updates a share of the rows: it gets their summed gradient (reduce-scatter), updates them, gathers the others.
+
+        row          0 1 2 | 3 4 5 | 6 - -      7 rows, 3 processes; -: padding, which stays zero
+        updated by     0       1       2
+
+    The parameters become views of the stack. Where it is small, every process updates all of it: `split` is false.
+    """
+
+    def __init__(self, name: str, params: list[nn.Parameter], world: World, split: bool = True):
+        self.name, self.params, self.world, self.in_flight = name, params, world, None
+        self.parts, self.number = (world.size, world.rank) if split else (1, 0)
+        self.rows = sum(len(param) for param in params)
+        self.stack = self.padded([param.detach() for param in params])
+        for param, rows in zip(params, self.stack[: self.rows].split([len(param) for param in params]), strict=True):
+            param.data = rows
+        self.mine = nn.Parameter(self.part(self.stack))  # a view, too
+
+    def padded(self, rows: list[Tensor]) -> Tensor:
+        """These rows in one tensor that splits into equal parts."""
+        if len(rows) == 1 and self.rows % self.parts == 0:
+            return rows[0]
+        return torch.cat([*rows, rows[0].new_zeros(-self.rows % self.parts, *rows[0].shape[1:])])
+
+    def part(self, stack: Tensor) -> Tensor:
+        return stack.chunk(self.parts)[self.number]
+
+    def whole(self, part: Tensor) -> Tensor:
+        """All rows of what every process has its part of."""
+        stack = torch.empty_like(self.stack, dtype=part.dtype) if self.parts > 1 else part
+        if self.parts > 1:
+            dist.all_gather_single(stack, part)
+        return stack[: self.rows]
+
+    def start_reduce(self) -> None:
+        gradient = self.padded([param.grad for param in self.params])
+        if self.parts > 1:
+            self.mine.grad = torch.empty_like(self.mine)
+            self.in_flight = dist.reduce_scatter_single(self.mine.grad, gradient, async_op=True)
+        else:
+            self.mine.grad = gradient
+            self.in_flight = dist.all_reduce(gradient, async_op=True) if self.world.size > 1 else None
+
+    def start_gather(self) -> None:
+        if self.parts > 1:
+            self.in_flight = dist.all_gather_single(self.stack, self.mine.detach(), async_op=True)
+
+    def wait(self) -> None:
+        if self.in_flight:
+            self.in_flight.wait()
+        self.in_flight = None
+
+
+def lr_factor(progress: float, cooldown_frac: float, final: float) -> float:
+    """What every learning rate is multiplied by: 1, then over the cooldown, in a straight line, down to `final`."""
+    left = min(1.0, (1 - progress) / cooldown_frac) if cooldown_frac else 1.0
+    return left + (1 - left) * final
 
 
 def window_in_blocks(progress: float, start: int, end: int) -> int:
@@ -573,23 +640,31 @@ class Trainer:
         self.s, self.world = s, world
         torch._inductor.config.coordinate_descent_tuning = s.coordinate_descent
         torch._functorch.config.ban_recompute_materialized_backward = not s.recompute
-        torch._dynamo.config.optimize_ddp = True  # cut the graph where DDP reduces: communication overlaps
-        torch.manual_seed(s.seed)
+        torch.manual_seed(s.seed)  # the same on every process: so all start from the same weights
         self.model = GPT(s, use_flex=s.compile and world.on_gpu).to(world.device)
         self.loss = torch.compile(self.model, dynamic=False) if s.compile else self.model  # both return the loss
-        self.ddp_loss = self.loss
-        if world.size > 1:
-            self.ddp_loss = DistributedDataParallel(self.loss, gradient_as_bucket_view=True, forward_sync_buffers=False)
         named = dict(self.model.named_parameters())
-        tables = [p for name, p in named.items() if "embedding." in name]  # the dot: not embedding_mix
-        matrices = [p for name, p in named.items() if name.startswith("blocks.") and p.ndim == 2]
-        scalars = [p for p in named.values() if p.ndim < 2]
-        groups = [dict(params=tables, lr=s.embedding_lr), dict(params=[self.model.head.weight], lr=s.head_lr)]
-        groups += [dict(params=scalars, lr=s.scalar_lr, eps=s.scalar_eps)]
-        self.adam = torch.optim.Adam(groups, betas=(s.adam_beta1, s.adam_beta2), fused=True)
+        tables = [Share(name, [p], world) for name, p in named.items() if "embedding." in name]  # not embedding_mix
+        head = Share("head", [self.model.head.weight], world)
+        gates = Share("gates", [p for name, p in named.items() if name.endswith("gate")], world, split=False)
+        scalars = Share("scalars", [p for p in named.values() if p.ndim == 1], world, split=False)
+        groups = [
+            dict(params=[table.mine for table in tables], lr=s.embedding_lr),
+            dict(params=[head.mine], lr=s.head_lr),
+            dict(params=[gates.mine], lr=s.gate_lr, betas=(0.9, 0.99)),
+            dict(params=[scalars.mine], lr=s.scalar_lr, eps=s.scalar_eps),
+        ]
+        adam = torch.optim.Adam(groups, betas=(s.adam_beta1, s.adam_beta2), eps=s.adam_eps, fused=True)
+        self.optimizers = [(adam, [*tables, head, gates, scalars])]
         orthogonalize = torch.compile(newton_schulz, dynamic=False) if s.compile else newton_schulz
-        self.muon = Muon(matrices, s, world, orthogonalize)
-        self.groups = self.adam.param_groups + self.muon.param_groups
+        for name in ("attention", "mlp"):
+            layers = [layer for block in self.model.blocks if (layer := getattr(block, name)) is not None]
+            share = Share(name, [layer.weights for layer in layers], world)
+            rates = torch.tensor([rate for layer in layers for rate in layer.rates], device=world.device)
+            muon = Muon(share.mine, share.part(share.padded([rates])), s, orthogonalize)
+            self.optimizers.append((muon, [share]))
+        self.shares = [share for _, shares in self.optimizers for share in shares]
+        self.groups = [group for optimizer, _ in self.optimizers for group in optimizer.param_groups]
         self.full_rates = [group["lr"] for group in self.groups]
         self.window_blocks = torch.zeros((), dtype=torch.int32, device=world.device)
         self.side_stream = torch.cuda.Stream() if world.on_gpu else None
@@ -598,48 +673,60 @@ class Trainer:
         self.window_blocks.fill_(window_in_blocks(step / self.s.num_iterations, self.s.window_start, self.s.window_end))
 
     def backward(self, batch: list[tuple[Tensor, Tensor]], step: int, stop: bool = False) -> tuple[float, bool]:
-        """Leave the batch's gradient in the parameters; returns its loss, and whether any process wants to stop."""
+        """Leave the gradient of this process's tokens in the parameters. Returns the batch's mean loss, and whether any
+        process wants to stop. Gradients are sums over tokens: so FP8's scales fit any batch and number of processes."""
         self.set_window(step)
         report = torch.tensor([0.0, stop]).to(self.world.device, non_blocking=True)
         for i, (inputs, targets) in enumerate(batch):
-            last = i == len(batch) - 1
-            with nullcontext() if self.world.size == 1 or last else self.ddp_loss.no_sync():
-                loss = self.ddp_loss(inputs, targets, self.window_blocks)
-                # DDP averages over the processes; with this weight, that is the average over the tokens of the batch.
-                loss = loss * (len(inputs) * self.world.size / (self.s.batch_sequences * self.s.sequence_length))
-                report[0] += loss.detach()
-                if last:  # sum the report during the backward pass: the host reads it while the GPU is still busy
-                    summing = dist.all_reduce(report, async_op=True) if self.world.size > 1 else None
-                    if self.world.on_gpu:
-                        self.side_stream.wait_stream(torch.cuda.current_stream())
-                loss.backward()
+            loss = self.loss(inputs, targets, self.window_blocks) * len(inputs)  # mean to sum: ranks' sums just add up
+            report[0] += loss.detach()
+            if i == len(batch) - 1:  # sum the report during the backward pass: the host reads it while the GPU is busy
+                summing = dist.all_reduce(report, async_op=True) if self.world.size > 1 else None
+                if self.world.on_gpu:
+                    self.side_stream.wait_stream(torch.cuda.current_stream())
+            loss.backward()
         with torch.cuda.stream(self.side_stream):  # None on a CPU
             if summing:
                 summing.wait()
             total, stopping = report.tolist()
         if not math.isfinite(total):
             raise UserError(f"the loss of step {step + 1} is {total}: lower the learning rates, or resume earlier", 1)
-        return total / self.world.size, stopping > 0
+        return total / (self.s.batch_sequences * self.s.sequence_length), stopping > 0
 
     def update(self, step: int) -> None:
-        """One step of both optimizers at this step's learning rates and momentum."""
-        factor = lr_factor(step / self.s.num_iterations, self.s.cooldown_frac)
+        """One step of the optimizers at this step's learning rates and momentum. After the backward pass, all gradients
+        are on their way before the first update, and Adam's parameters are gathered while Muon computes."""
+        factor = lr_factor(step / self.s.num_iterations, self.s.cooldown_frac, self.s.final_lr)
+        momentum = muon_momentum(step, self.s.momentum_warmup, self.s.momentum_start, self.s.momentum_end)
         for group, full_rate in zip(self.groups, self.full_rates, strict=True):
-            group["lr"] = full_rate * factor
-        for group in self.muon.param_groups:
-            group["momentum"] = muon_momentum(step, self.s.momentum_warmup, self.s.momentum_start, self.s.momentum_end)
-        self.adam.step()
-        self.muon.step()
-        self.model.zero_grad(set_to_none=True)
+            group.update(lr=full_rate * factor, momentum=momentum)  # momentum: of use to Muon only
+        for share in self.shares:
+            share.start_reduce()
+        for optimizer, shares in self.optimizers:
+            for share in shares:
+                share.wait()
+            optimizer.step()
+            optimizer.zero_grad()
+            for share in shares:
+                share.start_gather()
+        for share in self.shares:
+            share.wait()
+        self.model.zero_grad()
 
     @torch.no_grad()
+    def sequence_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a validation sequence."""
+        self.model.eval()
+        loss = self.loss(inputs.to(self.world.device), targets.to(self.world.device), self.window_blocks)
+        self.model.train()
+        return loss
+
     def validate(self, shard: Shard, step: int) -> float:
         """The mean loss of the first `val_tokens` tokens, with this step's window."""
         self.set_window(step)
-        length, total = self.s.sequence_length, torch.zeros((), device=self.world.device)
+        length, total = self.s.val_sequence_length, torch.zeros((), device=self.world.device)
         for i in range(self.world.rank, self.s.val_tokens // length, self.world.size):
-            inputs, targets = (x.to(self.world.device) for x in shard.read(i * length, length))
-            total += self.loss(inputs, targets, self.window_blocks)
+            total += self.sequence_loss(*shard.read(i * length, length))
         if self.world.size > 1:
             dist.all_reduce(total)
         return total.item() * length / self.s.val_tokens
@@ -653,22 +740,25 @@ class Trainer:
             step = i * self.s.num_iterations // self.s.kernel_warmup_steps
             self.backward([(tokens.to(torch.int32), tokens) for tokens in made_up], step)
             self.update(step)
-            with torch.no_grad():
-                tokens = made_up[0][: self.s.sequence_length]
-                self.loss(tokens.to(torch.int32), tokens, self.window_blocks)
+            tokens = torch.randint(self.s.vocab_size, (self.s.val_sequence_length,), generator=random)
+            self.sequence_loss(tokens.to(torch.int32), tokens)
         self.model.load_state_dict(weights)
-        for state in [*self.adam.state.values(), *self.muon.param_groups]:
-            for name in state.keys() & {"step", "exp_avg", "exp_avg_sq", "buffer"}:
-                state[name].zero_()
+        for _, _, value in self.optimizer_state():
+            value.zero_()
         if self.world.on_gpu:
             torch.cuda.synchronize()  # before the clock starts
 
+    def optimizer_state(self) -> Iterator[tuple[str, Share, Tensor]]:
+        """What the optimizers keep: its name, the share that it belongs to, and this process's part of it."""
+        for optimizer, shares in self.optimizers:
+            for share in shares:
+                for key, value in optimizer.state[share.mine].items():
+                    yield f"{share.name}.{key}", share, value
+
     def state(self) -> dict:
         """All that the next step depends on, for any number of processes; every process must take part."""
-        names = {param: name for name, param in self.model.named_parameters()}
-        adam = {f"{names[p]}.{key}": value for p, state in self.adam.state.items() for key, value in state.items()}
-        muon = {str(i): self.muon.whole_momentum(group) for i, group in enumerate(self.muon.param_groups)}
-        return dict(model=self.model.state_dict(), adam=adam, muon=muon)
+        whole = {name: share.whole(value) if value.ndim else value for name, share, value in self.optimizer_state()}
+        return dict(model=self.model.state_dict(), optimizers=whole)
 
     def load_state(self, saved: dict) -> None:  # after warm_up: before its first step Adam has no state to load into
         for part, tensors in self.state().items():
@@ -676,9 +766,10 @@ class Trainer:
                 new, old = (x.get(name, torch.empty(0)) for x in (tensors, saved[part]))
                 if (new.shape, new.dtype) != (old.shape, old.dtype):
                     raise UserError(f"the checkpoint's {part} {name} does not fit this model")
-                new.copy_(old)
-        for i, group in enumerate(self.muon.param_groups):
-            self.muon.load_momentum(group, saved["muon"][str(i)])
+        self.model.load_state_dict(saved["model"])
+        for name, share, value in self.optimizer_state():
+            old = saved["optimizers"][name]
+            value.copy_(share.part(share.padded([old])) if value.ndim else old)
 
 
 # ---- The record of the run: clock, log, checkpoints ------------------------------------------------------------------
@@ -785,6 +876,7 @@ class Run:
         parameters = sum(parameter.numel() for parameter in self.trainer.model.parameters())
         log.note(f"device   {self.world.size} x {self.hardware}; {s.dtype}, {'compiled' if s.compile else 'eager'}")
         log.note(f"model    {s.num_layers} layers of width {s.model_dim}, {parameters:,} parameters")
+        log.note(f"head     trained in {'FP8' if s.fp8_head else s.dtype}")
         log.note(f"steps    {s.num_iterations} of {s.batch_sequences} x {s.sequence_length} tokens")
         log.note(f"data     {s.train_files}, validation on {s.val_tokens:,} tokens of {s.val_files}")
         log.note(f"target   {f'validation loss {s.target_loss}' if s.target_loss else 'none'}")
@@ -879,7 +971,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, OSError) as error:
         ending, code = (*error.args, 2)[:2] if isinstance(error, UserError) else (error, 2)
     except torch.OutOfMemoryError:
-        ending, code = "out of memory: halve --sequence_length and double --batch_sequences, or --recompute true", 2
+        hint = "halve --sequence_length and double --batch_sequences, halve --val_sequence_length, or --recompute true"
+        ending, code = f"out of memory: {hint}", 2
     except Exception as error:
         ending, code = f"{type(error).__name__}: {error}", 1
         sys.excepthook(*sys.exc_info())  # prints the traceback

@@ -141,9 +141,10 @@ def choose_settings(script: Path, given: dict[str, str], data: Path) -> dict[str
     batch = sequence * int(resolved.get("batch_sequences") or 8)
     settings = {name: value for name, value in SMALL_RUN.items() if name in known}
     if "val_tokens" in known:
-        settings["val_tokens"] = str(VALIDATION_SEQUENCES * sequence)
+        settings["val_tokens"] = str(VALIDATION_SEQUENCES * int(resolved.get("val_sequence_length") or sequence))
     settings |= given
-    train_tokens = batch * (int(resolved.get("num_iterations") or 4) + SPARE_STEPS) + 1
+    gaps = 2 * shards.TOKENS_PER_DOCUMENT * batch // sequence  # of a loader that looks for document starts
+    train_tokens = (batch + gaps) * (int(resolved.get("num_iterations") or 4) + SPARE_STEPS) + 1
     files = shards.write_shards(data, train_tokens, int(settings.get("val_tokens") or batch) + sequence + 1)
     return {name: value for name, value in files.items() if name in known} | settings
 

@@ -31,6 +31,7 @@ TINY = dict(
     num_iterations=4,
     embedding_lr=0.6,
     muon_lr=0.05,
+    val_sequence_length=512,
     val_tokens=1024,
     val_loss_every=0,
     dtype="float32",
@@ -211,5 +212,5 @@ def differences(first: Path, second: Path) -> list[str]:
     """The names of all that is not the same, to the last bit, in what two checkpoints would continue with."""
     a, b = (torch.load(path, weights_only=True) for path in (first, second))
     a, b = (dict(parts_of({name: saved[name] for name in ("state", "step", "position")})) for saved in (a, b))
-    assert a.keys() == b.keys() and sum(isinstance(value, torch.Tensor) for value in a.values()) > 40
+    assert a.keys() == b.keys() and sum(isinstance(value, torch.Tensor) for value in a.values()) > 30
     return [name for name in a if not torch.equal(torch.as_tensor(a[name]), torch.as_tensor(b[name]))]

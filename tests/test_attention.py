@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import BLOCK, Packing, attend, document_block_mask, gather_window, gathered_bias
+from train_gpt import BLOCK, GPT, attend, document_block_mask, gather_window, gathered_bias, make_settings
 
 
 @st.composite
@@ -33,17 +33,13 @@ def dense_mask(documents: list[int], window_blocks: int) -> torch.Tensor:
     return torch.tensor(mask)
 
 
-def dense_attention(q, k, v, mask):
+def dense_attention(q, k, v, mask, scale):
     """Softmax attention of one head after the other, in the precision of the arguments."""
     outputs = []
     for head in range(q.size(1)):
-        scores = q[:, head] @ k[:, head].T / math.sqrt(q.size(-1))
+        scores = q[:, head] @ k[:, head].T * scale
         outputs.append(scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v[:, head])
     return torch.stack(outputs, 1)
-
-
-def gathered(documents: torch.Tensor, window_blocks: int, heads: int, dtype=torch.float64) -> Packing:
-    return Packing(documents, gathered_bias(documents, window_blocks, heads, dtype))
 
 
 def kinds_of_blocks(mask) -> str:
@@ -98,6 +94,32 @@ def test_the_gathered_bias_is_the_dense_mask_for_every_head(case, heads):
             assert seen[block, head].sum() == rows.sum(), "the padding before the start is never seen"
 
 
+@pytest.mark.parametrize("use_flex", [False, True])
+@pytest.mark.parametrize("window, half", [(1, 1), (2, 1), (3, 1), (5, 2)])
+def test_a_forward_pass_has_a_dense_mask_for_the_window_and_one_for_half_of_it(use_flex, window, half):
+    """Two sequences side by side; the second starts in the middle of a document."""
+    small = dict(vocab_size=50, document_token=49, num_heads=1, model_dim=16, sequence_length=3 * BLOCK)
+    s = make_settings(small | dict(num_layers=2, dtype="float32"), processes=1, on_gpu=False)
+    tokens = torch.zeros(6 * BLOCK, dtype=torch.int32)
+    starts = [0, 100, 300, 3 * BLOCK, 3 * BLOCK + 200, 5 * BLOCK]
+    tokens[[start for start in starts if start != 3 * BLOCK]] = 49
+    documents = [sum(start <= token for start in starts) for token in range(len(tokens))]
+    packing = GPT(s, use_flex=use_flex).pack(tokens, torch.tensor(window, dtype=torch.int32))
+    for mask, blocks in (packing.long, window), (packing.short, half):
+        expected = dense_mask(documents, blocks)
+        if use_flex:
+            of_blocks = expected.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(2)
+            kinds = {(True, True): "#", (True, False): "/", (False, False): "."}
+            picture = [[kinds[x.any().item(), x.all().item()] for x in row] for row in of_blocks]
+            assert kinds_of_blocks(mask).split() == ["".join(row) for row in picture]
+            token = torch.arange(len(tokens))
+            same_and_before = dense_mask(documents, len(tokens))
+            assert torch.equal(mask.mask_mod(0, 0, token[:, None], token), same_and_before)
+        else:
+            assert torch.equal(mask, gathered_bias(torch.tensor(documents), blocks, 1, torch.float32))
+            assert (mask == 0).sum() == expected.sum()
+
+
 def test_a_window_gathers_the_blocks_before_and_zeros_before_the_start():
     x = torch.arange(1, 4).view(3, 1, 1, 1).expand(3, 2, 5, 4)  # every entry is the number of its block, from 1
     window = gather_window(x, 3)
@@ -116,8 +138,8 @@ def test_attention_over_gathered_blocks_and_its_gradients_are_dense_attention(ca
     documents, window = case
     qkv = random_heads(len(documents), heads, 8, torch.float64)
     weights = torch.randn(qkv[0].shape, dtype=torch.float64)
-    actual = attend(*qkv, gathered(documents, window, heads))
-    expected = dense_attention(*qkv, dense_mask(documents.tolist(), window))
+    actual = attend(*qkv, gathered_bias(documents, window, heads, torch.float64), 0.2)
+    expected = dense_attention(*qkv, dense_mask(documents.tolist(), window), 0.2)
     torch.testing.assert_close(actual, expected)
     of_actual, of_expected = (torch.autograd.grad((y * weights).sum(), qkv) for y in (actual, expected))
     for actual_gradient, expected_gradient in zip(of_actual, of_expected, strict=True):
@@ -140,6 +162,6 @@ def test_flex_attention_under_the_block_mask_is_dense_attention(compiled_flex):
         q, k, v = (x.detach() for x in random_heads(len(documents), 2, 16, torch.float32))
         mask = document_block_mask(documents, torch.tensor(window, dtype=torch.int32))
         with torch.no_grad():
-            actual = attend(q, k, v, Packing(documents, mask))
-        expected = dense_attention(q, k, v, dense_mask(documents.tolist(), window))
+            actual = attend(q, k, v, mask, 0.12)
+        expected = dense_attention(q, k, v, dense_mask(documents.tolist(), window), 0.12)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

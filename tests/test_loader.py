@@ -1,8 +1,9 @@
-"""The shards and the loader against the token stream itself."""
+"""The shards and the loader against the token stream itself, searched for document starts in one go."""
 
 import os
 import struct
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,46 +17,85 @@ from train_gpt import DistributedDataLoader, Shard, UserError, World, make_setti
 LENGTH, SEQUENCES = 128, 9
 BATCH = LENGTH * SEQUENCES
 VOCABULARY = 257
+START = 59_999  # the document token
 
 
 def loader(folder, rank=0, size=1, **changes) -> DistributedDataLoader:
-    wanted = dict(vocab_size=60000, document_token=0, sequence_length=LENGTH, batch_sequences=SEQUENCES, val_tokens=128)
+    wanted = dict(vocab_size=60000, document_token=START, sequence_length=LENGTH, batch_sequences=SEQUENCES)
     s = make_settings(wanted | dict(train_files=f"{folder}/s_*.bin") | changes, processes=size, on_gpu=False)
     return DistributedDataLoader(s, World(rank, size, torch.device("cpu")))
 
 
 @pytest.fixture
 def three_shards(tmp_path):
-    """Tokens that say where they are: the shard in the ten thousands, the position in the rest."""
-    lengths = [3 * BATCH + 5, BATCH // 2, 2 * BATCH + 1]  # the second is smaller than a batch
-    for i, length in enumerate(lengths):
-        write_shard(tmp_path / f"s_{i}.bin", np.arange(length) + 10_000 * i)
+    """Tokens that say where they are: the shard in the ten thousands, the position in the rest. Documents have one to
+    300 tokens, but for a long one; the first shard starts inside a document."""
+    random = np.random.default_rng(0)
+    for i, length in enumerate([9_900, BATCH // 2, 7_000]):  # the second is smaller than a batch
+        tokens = np.arange(length) + 10_000 * i
+        tokens[np.minimum(np.cumsum(random.integers(1, 300, length // 100)), length - 1)] = START
+        if i == 2:
+            tokens[0] = START
+            tokens[1_000:5_500][tokens[1_000:5_500] == START] = 0  # longer than what is searched at once
+        write_shard(tmp_path / f"s_{i}.bin", tokens)
     return tmp_path
 
 
-def stream(folder, steps) -> list[np.ndarray]:
-    """The batches by the rule: the next tokens, or the next shard's if fewer than a batch and one more are left."""
-    batches, index, first = [], 0, 0
-    contents = [np.fromfile(path, "<u2")[512:] for path in sorted(folder.glob("s_*.bin"))]
+def batches_by_hand(folder, steps, length=LENGTH, sequences=SEQUENCES, document=START) -> list[list[np.ndarray]] | None:
+    """By the rule: a sequence starts at the first document that starts after the sequence before it and its last
+    target; a batch that does not fit into the rest of a shard starts again in the next. None if no shard has one."""
+    contents = [np.fromfile(path, "<u2")[512:].astype(np.int64) for path in sorted(folder.glob("s_*.bin"))]
+    batches, index, first, full = [], 0, 0, 0
     while len(batches) < steps:
-        if first + BATCH + 1 > len(contents[index]):
-            index, first = (index + 1) % len(contents), 0
-            continue
-        batches.append(contents[index][first : first + BATCH + 1].astype(np.int64))
-        first += BATCH
+        tokens, batch, end = contents[index % len(contents)], [], first
+        for start in np.flatnonzero(tokens == document):
+            if start >= end and start + length < len(tokens) and len(batch) < sequences:
+                batch.append(tokens[start : start + length + 1])
+                end = start + length + 1
+        if len(batch) == sequences:
+            batches.append(batch)
+            first, full = end, index
+        elif index > full + len(contents):
+            return None
+        else:
+            index, first = index + 1, 0
     return batches
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_every_number_of_processes_deals_out_the_token_stream(three_shards, size):
+def test_every_number_of_processes_deals_out_the_same_sequences_which_start_at_documents(three_shards, size):
     ranks = [loader(three_shards, rank, size) for rank in range(size)]
-    for expected in stream(three_shards, steps=12):
+    shards = set()
+    for batch in batches_by_hand(three_shards, steps=12):
         for rank, ours in enumerate(ranks):
             ((inputs, targets),) = ours.next_batch()  # side by side, in one forward pass
-            mine = [expected[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(rank, SEQUENCES, size)]
+            mine = batch[rank::size]
             assert inputs.dtype == torch.int32 and targets.dtype == torch.int64
             assert np.array_equal(inputs, np.concatenate([tokens[:-1] for tokens in mine]))
             assert np.array_equal(targets, np.concatenate([tokens[1:] for tokens in mine]))
+            assert set(inputs[::LENGTH].tolist()) == {START}
+        shards.add(batch[0][1] // 10_000)
+    assert shards == {0, 2}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=12), st.integers(0, 200), st.integers(1, 3))
+def test_wherever_documents_start_the_sequences_are_those_found_by_hand(lengths, before_the_first, sequences):
+    tokens = np.arange(before_the_first + sum(lengths)) % 256
+    tokens[before_the_first + np.cumsum([0, *lengths[:-1]])] = 256
+    wanted = dict(vocab_size=257, document_token=256, batch_sequences=sequences)
+    with tempfile.TemporaryDirectory() as folder:
+        write_shard(Path(folder) / "s_0.bin", tokens)
+        expected = batches_by_hand(Path(folder), 4, sequences=sequences, document=256)
+        if expected is None:
+            with pytest.raises(UserError, match="no shard of"):
+                loader(folder, **wanted)
+            return
+        ours = loader(folder, **wanted)
+        for batch in expected:
+            ((inputs, targets),) = ours.next_batch()
+            assert inputs.tolist() == [token for tokens in batch for token in tokens[:-1]]
+            assert targets.tolist() == [token for tokens in batch for token in tokens[1:]]
 
 
 def test_a_position_brings_the_same_batches_back(three_shards):
@@ -69,9 +109,14 @@ def test_a_position_brings_the_same_batches_back(three_shards):
     assert again.position == ours.position
 
 
-def test_shards_smaller_than_a_batch_are_refused(tmp_path):
-    write_shard(tmp_path / "s_0.bin", np.zeros(BATCH))
-    with pytest.raises(UserError, match=rf"no shard of .* has the {BATCH} \+ 1 tokens of a batch"):
+def test_shards_without_a_batch_of_sequences_that_start_at_documents_are_refused(tmp_path):
+    tokens = np.zeros(3 * BATCH)
+    tokens[: SEQUENCES * 200 : 200] = START
+    write_shard(tmp_path / "s_0.bin", tokens)
+    loader(tmp_path)
+    tokens[200] = 0  # now a start is missing
+    write_shard(tmp_path / "s_0.bin", tokens)
+    with pytest.raises(UserError, match=r"no shard of .* has 9 x 128 tokens that start at a document"):
         loader(tmp_path)
 
 

@@ -12,7 +12,8 @@ DOCUMENT = 49
 
 def small_settings(**changes) -> Settings:
     small = dict(vocab_size=50, document_token=DOCUMENT, num_heads=2, model_dim=16, sequence_length=512)
-    return make_settings(small | dict(val_tokens=512, dtype="float32") | changes, processes=1, on_gpu=False)
+    small |= dict(val_sequence_length=512, val_tokens=512, dtype="float32")
+    return make_settings(small | changes, processes=1, on_gpu=False)
 
 
 def small_gpt(dtype=torch.float64, **changes) -> GPT:
@@ -23,6 +24,8 @@ def small_gpt(dtype=torch.float64, **changes) -> GPT:
         for param in model.parameters():
             if param.ndim < 2 or param.eq(0).all():
                 param.copy_(torch.randn_like(param) * 0.5)
+            if param.ndim == 3:
+                param[-1].copy_(torch.randn_like(param[-1]) * 0.5)
     return model
 
 
@@ -41,10 +44,8 @@ def rotate(x, position):
 
 def reference_attention(weights, prefix, x, value_rows, tokens, window_blocks, num_heads):
     length, head_dim = len(x), x.size(1) // num_heads
-    q, k, v = (
-        (x @ weights[f"{prefix}{name}.weight"].T).view(length, num_heads, head_dim)
-        for name in ("query", "key", "value")
-    )
+    query, key, value, project = weights[prefix + "weights"]
+    q, k, v = ((x @ matrix.T).view(length, num_heads, head_dim) for matrix in (query, key, value))
     mix = weights[prefix + "value_mix"]
     v = mix[0] * v + (0 if value_rows is None else mix[1] * value_rows.view(v.shape))
     q, k = (
@@ -59,8 +60,9 @@ def reference_attention(weights, prefix, x, value_rows, tokens, window_blocks, n
     for t in range(length):
         seen = [s for s in range(t + 1) if documents[s] == documents[t] and t // BLOCK - s // BLOCK < window_blocks]
         for h in range(num_heads):
-            y[t, h] = (k[seen, h] @ q[t, h] / math.sqrt(head_dim)).softmax(0) @ v[seen, h]
-    return y.flatten(1) @ weights[prefix + "project.weight"].T
+            y[t, h] = (k[seen, h] @ q[t, h] * 0.2).softmax(0) @ v[seen, h]
+            y[t, h] /= 1 + math.exp(-sum(weights[prefix + "gate"][h, c] * x[t, c] for c in range(12)))
+    return y.flatten(1) @ project.T
 
 
 def reference_loss(model, tokens, targets, window_blocks, num_heads):
@@ -78,15 +80,16 @@ def reference_loss(model, tokens, targets, window_blocks, num_heads):
         rows = None if table is None else weights[f"value_embedding.tables.{table}.weight"][tokens]
         if layer != 7:
             prefix = f"blocks.{layer}.attention."
-            x = x + reference_attention(weights, prefix, rms(x), rows, tokens, window_blocks, num_heads)
-        hidden = torch.clamp(rms(x) @ weights[f"blocks.{layer}.mlp.expand.weight"].T, min=0) ** 2
-        x = x + hidden @ weights[f"blocks.{layer}.mlp.project.weight"].T
+            window = window_blocks if layer in (0, layers // 3, layers - 1) else max(1, window_blocks // 2)
+            x = x + reference_attention(weights, prefix, rms(x), rows, tokens, window, num_heads)
+        expand, project = weights[f"blocks.{layer}.mlp.weights"]
+        x = x + torch.clamp(rms(x) @ expand, min=0) ** 2 @ project.T
         left_behind[layer] = x
     logits = 15 * torch.tanh(rms(x) @ weights["head.weight"].T / 15)
     return -logits.log_softmax(-1)[torch.arange(len(targets)), targets].mean()
 
 
-@pytest.mark.parametrize("layers, heads, window", [(2, 2, 1), (8, 1, 2)])
+@pytest.mark.parametrize("layers, heads, window", [(2, 2, 1), (4, 1, 2), (8, 1, 2)])
 def test_the_loss_is_that_of_a_model_written_out_token_by_token(layers, heads, window):
     model = small_gpt(num_layers=layers, num_heads=heads)
     torch.manual_seed(1)
@@ -125,8 +128,16 @@ def test_value_embeddings_go_to_the_first_and_last_three_layers(layers):
     assert names == [*range(count), *[None] * (layers - 2 * count), *range(count)]
 
 
-def test_layer_seven_has_no_attention():
-    assert [layer for layer, block in enumerate(small_gpt(num_layers=12).blocks) if block.attention is None] == [7]
+@pytest.mark.parametrize(
+    "layers, windows",
+    [(2, "LL"), (4, "LLsL"), (6, "LsLssL"), (8, "LsLssss-"), (12, "LsssLss-sssL"), (14, "LsssLss-" + "s" * 5 + "L")],
+)
+def test_the_first_the_last_and_a_layer_at_a_third_see_the_whole_window_and_layer_seven_has_no_attention(
+    layers, windows
+):
+    kinds = {None: "-", True: "L", False: "s"}
+    found = [kinds[block.attention and block.attention.long] for block in small_gpt(num_layers=layers).blocks]
+    assert "".join(found) == windows
 
 
 def test_the_first_loss_is_that_of_a_uniform_guess():
@@ -135,8 +146,11 @@ def test_the_first_loss_is_that_of_a_uniform_guess():
     assert model(tokens, tokens, torch.tensor(1)).item() == pytest.approx(math.log(128), rel=1e-6)
     weights = dict(model.named_parameters())
     assert {name for name in weights if weights[name].eq(0).all()} == {
-        name for name in weights if "project" in name or "head" in name
+        name for name in weights if name.endswith("gate") or name == "head.weight"
     }
+    for name in (name for name in weights if name.endswith(".weights")):
+        *others, last = weights[name]  # what writes to the residual stream starts at zero
+        assert last.eq(0).all() and all(matrix.ne(0).any() for matrix in others)
     assert weights["blocks.0.embedding_mix"].tolist() == [1, 0] and weights["skip_weights"].tolist() == [1]
     assert weights["blocks.0.attention.value_mix"].tolist() == [0.5, 0.5]
 
@@ -155,10 +169,30 @@ def test_tables_are_bfloat16_on_request_and_activations_have_the_dtype_of_the_pr
 def test_the_record_has_the_published_size():
     with torch.device("meta"):
         model = GPT(make_settings({}, processes=8, on_gpu=True), use_flex=True)
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 3)
     tables = model.embedding.weight.numel() + sum(p.numel() for p in model.value_embedding.parameters())
     assert model.head.weight.shape == (50304, 768)
     assert matrices == 12 * 8 * 768**2 + 11 * 4 * 768**2 and tables == 4 * 50304 * 768
+    assert {tuple(p.shape) for p in model.blocks.parameters() if p.ndim == 3} == {(4, 768, 768), (2, 768, 3072)}
+    assert sum(p.numel() for name, p in model.named_parameters() if name.endswith("gate")) == 11 * 6 * 12
+
+
+def test_matrices_start_uniformly_with_half_the_inverse_root_of_the_width():
+    model = GPT(small_settings(num_layers=4, model_dim=128), use_flex=False)
+    for name, param in model.named_parameters():
+        for matrix in param[:-1] if param.ndim == 3 else []:
+            bound = 0.5 * math.sqrt(3 / 128)  # of a uniform distribution with that deviation
+            assert matrix.std().item() == pytest.approx(0.5 / math.sqrt(128), rel=0.03), name
+            assert 0.99 * bound < matrix.abs().max() <= bound and abs(matrix.mean()) < 0.02 * bound
+
+
+def test_logits_are_those_of_a_tanh_softcap_but_for_a_constant():
+    model = small_gpt(num_layers=2)
+    with torch.no_grad():
+        model.head.weight.mul_(10)
+        x = torch.randn(64, 16, dtype=torch.float64)
+        expected = 15 * torch.tanh(x @ model.head.weight.T / 15) + 15
+        torch.testing.assert_close(model.logits(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_stay_within_the_softcap():
@@ -167,18 +201,18 @@ def test_logits_stay_within_the_softcap():
         model.head.weight.mul_(1e3)
         logits = model.logits(torch.randn(64, 16, dtype=torch.float64))
     assert logits.dtype == torch.float32
-    assert 14.99 < logits.abs().max() <= 15
+    assert 0 <= logits.min() < 0.01 and 29.99 < logits.max() <= 30
 
 
 def test_half_of_the_head_stays_still():
-    rotary = Rotary(head_dim=16, max_length=64)
+    rotary = Rotary(head_dim=16, max_length=100)
     x = torch.randn(64, 2, 16)
-    turned = rotary(x)
+    turned = rotary(x, 64)
     still = [4, 5, 6, 7, 12, 13, 14, 15]
     assert torch.equal(turned[..., still], x[..., still])
     assert (turned[1:, :, :4] != x[1:, :, :4]).all()
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    assert torch.equal(rotary(torch.cat([x, x])), torch.cat([turned, turned]))
+    assert torch.equal(rotary(torch.cat([x, x]), 64), torch.cat([turned, turned]))
 
 
 @pytest.mark.parametrize("shape", [(130,), (1, 128)])

@@ -51,6 +51,7 @@ def record(name: str):
 
 BASELINE, WINDOW_WARMUP, UNET = record("Baseline"), record("WindowWarmup"), record("UNetValueEmbeds")
 BLOCK_WINDOW, SPARSIFY, SOFT_CAP = record("BlockWindow"), record("SparsifyEmbeds"), record("SoftCap")
+SHARDED = record("ShardedLongShort")
 SYSTEMS = [WINDOW_WARMUP, UNET, BLOCK_WINDOW, SPARSIFY, SOFT_CAP]
 MAKE_MASK = {
     WINDOW_WARMUP: WINDOW_WARMUP.document_block_mask,
@@ -58,6 +59,7 @@ MAKE_MASK = {
     BLOCK_WINDOW: BLOCK_WINDOW.create_doc_swc_block_mask,
     SPARSIFY: SPARSIFY.document_block_mask,
     SOFT_CAP: SOFT_CAP.document_block_mask,
+    SHARDED: SHARDED.document_block_mask,
 }
 # A model and a run that take a moment; of these, a script gets the settings that it has.
 SMALL = dict(vocab_size=257, document_token=256, num_layers=2, num_heads=2, model_dim=32, sequence_length=256)
@@ -65,6 +67,7 @@ SMALL |= dict(
     context_length=128, batch_sequences=4, window_start=128, window_end=384, num_iterations=4, lr=0.01, lr_warmup=1
 )
 SMALL |= dict(val_tokens=1024, val_loss_every=0, dtype="float32", compile=False, kernel_warmup_steps=1)
+SMALL |= dict(val_sequence_length=256, fp8_head=False)
 
 
 def name_of(value):
@@ -104,9 +107,10 @@ def stir(model):
     """Let nothing hide behind a zero or a one: the mixing weights, biases and projections get values of their own."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for param in model.parameters():
-            if param.ndim < 2 or param.eq(0).all():
-                param.copy_(torch.randn(param.shape, generator=generator) * 0.5)
+        for stack in model.parameters():
+            for param in stack if stack.ndim == 3 else [stack]:  # matrices in one parameter
+                if param.ndim < 2 or param.eq(0).all():
+                    param.copy_(torch.randn(param.shape, generator=generator) * 0.5)
     return model
 
 
@@ -140,7 +144,8 @@ def test_the_defaults_are_the_8xh100_run_and_a_cpu_changes_what_has_a_value_for_
     for processes in (1, 2):
         cpu = script.make_settings({}, processes, on_gpu=False)
         assert cpu == replace(full, **changes, dtype=cpu.dtype)
-    assert full.sequence_length * full.batch_sequences == 524288 and full.val_tokens == 10485760
+    assert full.sequence_length * full.batch_sequences == (393216 if script is SHARDED else 524288)
+    assert full.val_tokens == 10485760
     assert (full.val_loss_every, full.save_every, full.recompute) == (125, 0, False)
     assert full.target_loss == 3.28 and cpu.val_loss_every and cpu.save_every
 
@@ -214,6 +219,7 @@ ANYTHING = object()
 # In which of its functions the plumbing of a record differs from the one before, and in which lines (without comments).
 HALVE = 'ending, code = "out of memory: halve --sequence_length and double --batch_sequences, or --recompute true", 2'
 SHARE = 'ending, code = "out of memory: more processes, fewer --batch_sequences, or --recompute true", 2'
+HINT = '"halve --sequence_length and double --batch_sequences, halve --val_sequence_length, or --recompute true"'
 PLUMBING_CHANGES = {
     WINDOW_WARMUP: {
         "BLOCK": ANYTHING,
@@ -249,6 +255,19 @@ PLUMBING_CHANGES = {
         "DistributedDataLoader.__init__": ["-self.loaded = self.tokens = None"],
         "DistributedDataLoader.next_batch": ANYTHING,
     },
+    SHARDED: {
+        "make_settings": [
+            "+if on_gpu and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):",
+            "+s = replace(s, fp8_head=False)",
+        ],
+        "Shard.find": ANYTHING,
+        "DistributedDataLoader.": ANYTHING,  # its docstring
+        "DistributedDataLoader.__init__": ANYTHING,
+        "DistributedDataLoader.find_batch": ANYTHING,
+        "DistributedDataLoader.next_batch": ANYTHING,
+        "Run.train": ["""+log.note(f"head     trained in {'FP8' if s.fp8_head else s.dtype}")"""],
+        "main": [f"-{HALVE}", f"+hint = {HINT}", '+ending, code = f"out of memory: {hint}", 2'],
+    },
 }
 
 
@@ -267,7 +286,7 @@ def test_the_plumbing_of_neighbours_differs_in_nothing_but_what_is_listed(before
     assert order == [name for name in sections(before) if name in sections(after)]
 
 
-@of_all
+@of([BASELINE, *SYSTEMS])
 def test_a_step_takes_the_next_sequences_of_the_stream_whatever_the_number_of_processes(script, tmp_path):
     tokens = [made_up_tokens(3000, seed) for seed in (1, 2)]
     for i, shard in enumerate(tokens):
@@ -330,9 +349,13 @@ def schedule_of(script, **changes) -> list[tuple]:
         name: getattr(full, name) for name in ("num_iterations", "window_start", "window_end") if hasattr(full, name)
     }
     trainer = script.Trainer(small(script, **keep | changes), alone(script))
-    muon = [trainer.muon] if hasattr(trainer, "muon") else []
-    for optimizer in muon + (trainer.adams if hasattr(trainer, "adams") else [trainer.adam]):
-        optimizer.step = lambda: None  # only the schedules are of interest
+    if script is SHARDED:
+        _, *muon = (optimizer for optimizer, _ in trainer.optimizers)
+        trainer.optimizers, trainer.shares = [], []
+    else:
+        muon = [trainer.muon] if hasattr(trainer, "muon") else []
+        for optimizer in muon + (trainer.adams if hasattr(trainer, "adams") else [trainer.adam]):
+            optimizer.step = lambda: None  # only the schedules are of interest
     schedule = []
     for step in range(full.num_iterations):
         if script is not BASELINE:
@@ -352,6 +375,7 @@ def schedule_of(script, **changes) -> list[tuple]:
         (BLOCK_WINDOW, 1480, [1, 1, 3, 7, 14], {110: 2, 220: 3, 329: 4}, 881, 0.00166667),
         (SPARSIFY, 1490, [1, 1, 3, 7, 14], {111: 2, 221: 3, 332: 4}, 891, 0.00166667),
         (SOFT_CAP, 1390, [1, 1, 3, 7, 14], {103: 2, 206: 3, 309: 4}, 835, 0.00179856),
+        (SHARDED, 1695, [1, 1, 3, 7, 14], {126: 2, 252: 3, 377: 4}, 933, 0.10117994),
     ],
     ids=name_of,
 )
@@ -367,7 +391,7 @@ def test_schedules_at_full_size(script, steps, windows, changes, cools_from, las
     assert [window[step] for step in changed] == [*range(windows[0] + stride, windows[-1] + 1, stride)]
     assert next(step for step in range(steps) if rate[step] < 1 - 1e-9) == cools_from
     assert set(rate[:cools_from]) == {1} and rate[-1] == pytest.approx(last_rate, rel=1e-5)
-    assert np.allclose(np.diff(rate[cools_from:]), -1 / (frac * steps))
+    assert np.allclose(np.diff(rate[cools_from:]), -(0.9 if script is SHARDED else 1) / (frac * steps))
     assert momentum[0] == 0.85 and momentum[100] == pytest.approx(0.883333, abs=1e-6)
     assert set(np.round(momentum[300:], 12)) == {0.95} and list(momentum) == sorted(momentum)
 
@@ -548,7 +572,7 @@ def test_a_window_of_tokens_is_that_of_the_dense_mask(script, in_window, documen
     assert torch.equal(seen_in_gathered(script, documents, window), expected)
 
 
-@of([BLOCK_WINDOW, SPARSIFY, SOFT_CAP])
+@of([BLOCK_WINDOW, SPARSIFY, SOFT_CAP, SHARDED])
 @window_cases([1, 2, 3, 14])
 @settings(max_examples=10, deadline=None)
 def test_a_window_of_blocks_is_that_of_the_dense_mask_and_whole_blocks_are_listed_apart(script, documents, window):
@@ -560,7 +584,7 @@ def test_a_window_of_blocks_is_that_of_the_dense_mask_and_whole_blocks_are_liste
     assert torch.equal(full, by_block.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1))
 
 
-@of([UNET, BLOCK_WINDOW, SPARSIFY, SOFT_CAP])
+@of([UNET, BLOCK_WINDOW, SPARSIFY, SOFT_CAP, SHARDED])
 def test_the_blocks_of_a_long_sequence_are_listed_in_order(script):
     torch.manual_seed(0)
     documents = (torch.rand(64 * BLOCK) < 1 / 500).cumsum(0)
@@ -828,7 +852,7 @@ def gradients_of_a_batch(script, world, sequences: int) -> dict:
     stir(trainer.model)
     forwards, sums = [], []
     trainer.model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    if world.size > 1:
+    if world.size > 1 and script is not SHARDED:
 
         def hook(_, bucket):
             sums.append(bucket.is_last())
@@ -837,14 +861,27 @@ def gradients_of_a_batch(script, world, sequences: int) -> dict:
         trainer.ddp_loss.register_comm_hook(None, hook)
     mine = random_sequences(sequences)[world.rank :: world.size]
     loss, stopping = trainer.backward(batch_of(script, mine), step=0, stop=world.rank == 1)
+    if script is SHARDED:
+        gather_gradients(trainer)
     return dict(
         loss=loss,
         stopping=stopping,
         gradients={name: param.grad.clone() for name, param in trainer.model.named_parameters()},
         forwards=len(forwards),
         sums=sum(sums),
-        views=getattr(trainer.ddp_loss, "gradient_as_bucket_view", None),
+        views=getattr(getattr(trainer, "ddp_loss", None), "gradient_as_bucket_view", None),
     )
+
+
+def gather_gradients(trainer) -> None:
+    """Where each process gets the gradient of its share, and a sum over tokens: let all have all, and the mean."""
+    for share in trainer.shares:
+        share.start_reduce()
+        share.wait()
+        whole = share.whole(share.mine.grad) / (trainer.s.batch_sequences * trainer.s.sequence_length)
+        parts = whole.split([len(param) for param in share.params])
+        for param, part in zip(share.params, parts, strict=True):
+            param.grad = part.clone()
 
 
 def work_of_a_process(rank: int, folder: str) -> None:
@@ -857,9 +894,9 @@ def work_of_a_process(rank: int, folder: str) -> None:
         for name, script in SCRIPTS.items():
             world = script.World(rank, size, torch.device("cpu"))
             found = results[name] = {}
-            if script is not BASELINE:
+            if script in SYSTEMS:
                 found["muon"] = [five_steps(script, world), five_steps(script, as_on_gpu(world))]
-            if script is not BASELINE and size == 2:
+            if script in SYSTEMS and size == 2:
                 found["events"] = order_of_events(script, world)
             if size == 2:
                 found["even"] = gradients_of_a_batch(script, world, sequences=4)
@@ -1014,7 +1051,7 @@ def test_processes_that_do_not_divide_the_matrices_are_refused(script):
             script.make_settings({}, processes, on_gpu=True)
 
 
-@of([SPARSIFY, SOFT_CAP])
+@of([SPARSIFY, SOFT_CAP, SHARDED])
 def test_three_tables_serve_the_first_and_last_three_of_twelve_layers_and_layer_seven_has_no_attention(script):
     model = build(script, small(script, num_layers=12))
     rows = model.value_embedding(torch.arange(4), torch.float32)
@@ -1182,7 +1219,7 @@ def test_a_run_learns_and_resumes_bit_for_bit_and_on_two_processes_alike(script,
     write_shard(tmp_path / "data/val.bin", made_up_tokens(3_000, seed=9))
     files = dict(train_files="data/train.bin", val_files="data/val.bin")
     s = small_settings(script, **files, num_iterations=8, val_loss_every=4, save_every=5, resume="latest")
-    arguments = [f"--{name}={value}" for name, value in s.items() if name != "compile"]
+    arguments = [f"--{name}={value}" for name, value in s.items() if not isinstance(value, bool)]
     assert run_here(script, arguments) == 0
     first, last = sorted(tmp_path.glob("checkpoints/*/step_*.pt"))
     state = torch.load(last, weights_only=True)["state"]

@@ -811,7 +811,8 @@ def test_a_batch_in_a_row_too_long_for_memory_is_told_of_a_smaller_one(rehearse)
 
 @pytest.mark.rehearsal
 def test_computing_again_takes_less_memory_and_no_more_matrix_products(rehearse):
-    small = ("--processes", "1", "--num_layers", "2", "--sequence_length", "16384", "--val_tokens", "16384")
+    small = ("--processes", "1", "--num_layers", "2", "--sequence_length", "16384")
+    small += ("--val_sequence_length", "16384", "--val_tokens", "16384")
     peaks, flops = [], []
     for recompute in ("false", "true"):
         exit_code, found, text = rehearse(*small, "--recompute", recompute, script=ROOT / "train_gpt.py")

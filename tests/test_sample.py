@@ -129,7 +129,8 @@ def test_an_idea_that_looks_at_the_previous_token_is_continued_as_its_script_wou
 def test_a_record_is_sampled_with_the_logits_of_its_own_validation(path, tmp_path, monkeypatch):
     script = sample.load_script(path)
     s = script.make_settings({"dtype": "float32"}, 1, False)
-    trainer = script.Trainer(replace(s, val_tokens=s.sequence_length), script.World(0, 1, torch.device("cpu")))
+    one = {name: 1024 for name in ("val_sequence_length", "val_tokens") if hasattr(s, name)}  # sequence
+    trainer = script.Trainer(replace(s, **one), script.World(0, 1, torch.device("cpu")))
     about = dict(run_id=str(uuid.uuid4()), source=path.read_text(), data=[], settings=asdict(s))
     progress = dict(step=450, position=[0, 0], seconds=1.0, state=dict(model=trainer.model.state_dict()))
     torch.save(about | progress, tmp_path / "record.pt")
@@ -193,7 +194,7 @@ def sample_here(folder, monkeypatch, capsys, *arguments: str) -> tuple[int, str,
 
 def test_a_comment_that_differs_is_a_warning(trained, tmp_path, monkeypatch, capsys):
     edits = (
-        ('    """Logits in float32,', '    """The logits in float32,'),
+        ('    """Logits in float32 with', '    """The logits in float32 with'),
         ("BLOCK = 128  # tokens;", "BLOCK = 128  # tok;"),
     )
     script = variant(tmp_path / "commented.py", *edits)

@@ -1,10 +1,12 @@
 """Schedules with the values published for the record."""
 
+import math
+
 import pytest
 
 from train_gpt import lr_factor, muon_momentum, window_in_blocks
 
-STEPS = 1390
+STEPS = 1695
 
 
 def window(step: int) -> int:
@@ -12,21 +14,28 @@ def window(step: int) -> int:
 
 
 def factor(step: int) -> float:
-    return lr_factor(step / STEPS, 0.4)
+    return lr_factor(step / STEPS, 0.45, 0.1)
 
 
 def test_the_window_grows_as_in_the_record():
     assert [window(step) for step in (0, 100, 300, STEPS // 2, STEPS - 1, STEPS)] == [1, 1, 3, 7, 14, 14]
     changes = [step for step in range(1, STEPS) if window(step) != window(step - 1)]
-    assert changes[:3] == [103, 206, 309] and [window(step) for step in changes[:3]] == [2, 3, 4]
+    assert changes[:3] == [126, 252, 377] and [window(step) for step in changes[:3]] == [2, 3, 4]
     assert [window(step) for step in range(STEPS)] == sorted(window(step) for step in range(STEPS))
 
 
-def test_the_learning_rates_cool_down_over_the_last_40_percent():
-    assert next(step for step in range(STEPS) if factor(step) < 1) == 835
+def test_the_window_is_the_published_next_multiple_of_128_above_1728_times_the_progress():
+    """Where that is a whole number of blocks itself, at step 1130 alone, ours is already one block wider."""
+    published = [max(1, math.ceil(1728 * step / STEPS / 128)) for step in range(STEPS + 1)]
+    assert [step for step in range(STEPS + 1) if window(step) != published[step]] == [1130]
+
+
+def test_the_learning_rates_cool_down_to_a_tenth_over_the_last_45_percent():
+    assert next(step for step in range(STEPS) if factor(step) < 1) == 933
     assert factor(0) == factor(STEPS // 2) == 1
-    assert factor(STEPS - 1) == pytest.approx(0.00179856, rel=1e-5)
-    assert factor(STEPS) == 0
+    assert factor(STEPS - 1) == pytest.approx(0.1 + 0.9 / (0.45 * STEPS), rel=1e-9)
+    assert factor(STEPS) == pytest.approx(0.1)
+    assert lr_factor(0.75, 0.5, 0.2) == pytest.approx(0.6)  # half of the way from 1 to 0.2
 
 
 def test_the_momentum_grows_over_300_steps():
@@ -36,4 +45,4 @@ def test_the_momentum_grows_over_300_steps():
 
 
 def test_no_cooldown_and_no_momentum_warmup_are_possible():
-    assert lr_factor(0.99, 0) == 1 and muon_momentum(0, 0, 0.85, 0.95) == pytest.approx(0.95)
+    assert lr_factor(0.99, 0, 0.1) == 1 and muon_momentum(0, 0, 0.85, 0.95) == pytest.approx(0.95)

@@ -63,7 +63,7 @@ def test_the_same_seed_gives_the_same_bits_and_kernel_warm_up_leaves_no_trace(fo
         logs[name] = train_losses(only_log(folder / name).read_text())
     assert logs["cold"] == logs["warm"] != logs["other"]
     assert differences(checkpoint(folder / "cold", 4), checkpoint(folder / "warm", 4)) == []
-    assert len(differences(checkpoint(folder / "cold", 4), checkpoint(folder / "other", 4))) > 30
+    assert len(differences(checkpoint(folder / "cold", 4), checkpoint(folder / "other", 4))) > 20
 
 
 def test_warm_up_puts_weights_and_both_optimizers_back_to_the_last_bit(folder, monkeypatch):
@@ -85,7 +85,7 @@ def test_warm_up_puts_weights_and_both_optimizers_back_to_the_last_bit(folder, m
 
 def test_a_validation_is_the_mean_loss_over_the_first_tokens_and_leaves_no_trace(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    s = make_settings(parse_flags(tiny_flags(val_tokens=768)), processes=1, on_gpu=False)
+    s = make_settings(parse_flags(tiny_flags(val_sequence_length=384, val_tokens=768)), processes=1, on_gpu=False)
     trainer = Trainer(s, World(0, 1, torch.device("cpu")))
     with torch.no_grad():
         trainer.model.head.weight.normal_()
@@ -93,12 +93,14 @@ def test_a_validation_is_the_mean_loss_over_the_first_tokens_and_leaves_no_trace
     actual = trainer.validate(Shard("data/tiny_val_000000.bin", s.vocab_size), step=2)
     tokens = torch.from_numpy(made_up_tokens(3_000, seed=9))
     losses = []
-    for first in (0, 256, 512):
+    assert trainer.model.training
+    trainer.model.eval()
+    for first in (0, 384):  # longer than the 256 tokens of a training sequence
         with torch.no_grad():  # halfway from a window of 128 to one of 384 tokens: two blocks
-            logits = trainer.model.logits(trainer.model.hidden(tokens[first : first + 256], torch.tensor(2)))
-        picked = logits.double().log_softmax(-1)[torch.arange(256), tokens[first + 1 : first + 257]]
+            logits = trainer.model.logits(trainer.model.hidden(tokens[first : first + 384], torch.tensor(2)))
+        picked = logits.double().log_softmax(-1)[torch.arange(384), tokens[first + 1 : first + 385]]
         losses.append(-picked.mean().item())
-    assert actual == pytest.approx(sum(losses) / 3, rel=1e-5)
+    assert actual == pytest.approx(sum(losses) / 2, rel=1e-5)
     assert all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
     assert all(param.grad is None for param in trainer.model.parameters())
 
@@ -122,7 +124,8 @@ def test_the_log_holds_source_machine_settings_data_and_steps(folder, train_here
     ]
     times = r"train_time:\d+ms step_avg:\d+\.\d\dms"
     shape = [r"device   1 x .*; float32, eager", r"model    2 layers of width 32, [\d,]+ parameters"]
-    shape += [r"steps    4 of 4 x 256 tokens", r"data     .*, validation on [\d,]+ tokens of .*", "target   none"]
+    shape += ["head     trained in float32", "steps    4 of 4 x 256 tokens"]
+    shape += [r"data     .*, validation on [\d,]+ tokens of .*", "target   none"]
     shape += [r"log      logs/.*\.txt", rf"step:0/4 val_loss:\d\.\d{{4}} {times}"]
     for step in range(1, 5):
         shape.append(rf"step:{step}/4 train_loss:\d\.\d{{6}} {times}")
