@@ -74,11 +74,11 @@ def step_milliseconds(script: Path, settings: list[str]) -> float:
 
 
 def startup_seconds(settings: list[str]) -> float:
-    """From ./run.sh to the line of the first training step."""
+    """From ./run.sh to the first line of a training step: in a pipe there is at most one line per second."""
     started, pipes = time.perf_counter(), dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen([str(HERE / "run.sh"), *settings], env=CPU_TRACK, **pipes) as process:
         for line in process.stdout:
-            if line.startswith("step:1/"):
+            if re.match(r"step:[1-9]", line):
                 seconds = time.perf_counter() - started
                 process.send_signal(signal.SIGTERM)
                 process.stdout.read()
