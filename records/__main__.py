@@ -12,6 +12,8 @@
     python -m records race SoftCap train_gpt.py --runs 5 -- --num_iterations 500
     python -m records page -o records.html          the table, the curves and the diffs on one page
     python -m records measure --seeds 1 2           run the records here and file their logs; stop it, and it goes on
+    python -m records readme                        write the tables and the picture of the READMEs from the logs
+    python -m records ablate ShardedLongShort       what each of its ideas does, left out in turn; it goes on, too
 
 A record is a folder records/<date>_<name>/ with train_gpt.py and its logs, and any unambiguous part of its name will
 do. LOG is a log of train_gpt.py or of the public scripts of this field. Logs name their target themselves; --target
@@ -102,6 +104,18 @@ def measure(args: argparse.Namespace, paint: Paint) -> int:
     return measure(args, paint)
 
 
+def readme(args: argparse.Namespace, paint: Paint) -> int:
+    from records.readme import readme
+
+    return readme(args)
+
+
+def ablate(args: argparse.Namespace, paint: Paint) -> int:
+    from records.ablate import ablate
+
+    return ablate(args)
+
+
 def race(args: argparse.Namespace, paint: Paint) -> int:
     from records.race import run_race
 
@@ -190,6 +204,13 @@ def parser() -> Parser:
     sub = command("measure", measure, "run records on this machine and file their logs")
     sub.add_argument("names", nargs="*", metavar="RECORD", help="default: all records")
     sub.add_argument("--seeds", type=int, nargs="+", default=[1, 2], metavar="N", help="a run with each (default: 1 2)")
+    sub = command("readme", readme, "the READMEs' tables and picture, from the logs")
+    sub.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something is out of date")
+    sub = command("ablate", ablate, "leave out each idea of a record in turn, and see what it does")
+    sub.add_argument("name", metavar="RECORD", help="with an ideas.toml, which says how to leave them out")
+    sub.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4], metavar="N", help="default: 1 2 3 4")
+    sub.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="stop after this time; 0: only look")
+    sub.add_argument("--steps", type=count, help="default: the CPU track's")
     sub = command("page", page, "all of it on one page", judged)
     sub.add_argument("names", nargs="*", metavar="RECORD|LOG", help="default: all records")
     sub.add_argument("-o", "--output", type=Path, required=True, metavar="records.html")

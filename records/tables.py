@@ -51,7 +51,7 @@ def list_records(args: argparse.Namespace, paint: Paint) -> int:
     records = records_to_show(args)
     found = tracks(records, args.target, args.steps)
     complain(records, [entry for entries in found.values() for entry in entries])
-    against = reference(args)
+    against = reference(args, records)
     without = [record.name for record in records if not any(log.runs for log in record.logs)]
     if args.json:
         listed = [
@@ -79,11 +79,12 @@ def list_records(args: argparse.Namespace, paint: Paint) -> int:
     return 0
 
 
-def reference(args: argparse.Namespace) -> list[Entry]:
-    """The entries of the record that --against names; empty without it."""
+def reference(args: argparse.Namespace, listed: list[Record]) -> list[Entry]:
+    """The entries of the record that --against names, among those that are listed or elsewhere; empty without it."""
     if args.against is None:
         return []
-    records = open_records([args.against], args.records)
+    near = [record for record in listed if args.against.lower() in record.name.lower()]
+    records = near if len(near) == 1 else open_records([args.against], args.records)
     if len(records) > 1:
         raise UserError(f"--against {args.against}: holds {', '.join(record.name for record in records)}; name one")
     entries = entries_of(records[0], args.target, args.steps)

@@ -66,7 +66,7 @@ class Settings:
         65536, "tokens per sequence", "sequence_length in range(context_length, 2**24, context_length)", cpu=1024
     )
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
-    num_iterations: int = setting(19073, "training steps", (1, 999_999), cpu=11000)
+    num_iterations: int = setting(19073, "training steps", (1, 999_999), cpu=10000)
     lr_warmup: int = setting(256, "steps over which the learning rate grows", (0, 10**6), cpu=335)
     lr: float = setting(0.0018, "AdamW's learning rate", (0, 1e6), cpu=0.006)
     weight_decay: float = setting(0.1, "AdamW's decay of the matrices and tables", (0, 1e6))
