@@ -145,9 +145,12 @@ def write_files(found: dict, output: Path) -> None:
     found["folder"] = str(output)
     (output / "report.json").write_text(json.dumps(found, indent=2))
     if found["prediction"]:
-        middle = found["prediction"]["middle"]["window"]
-        spans = predict.timeline(found["step"], middle, predict.CARDS[found["card"]])
-        title = f"Predicted: one step of {Path(found['script']).parent.name} on {found['processes']} x {found['card']}"
+        stages = predict.stages_in(found["step"])
+        stage = stages[len(stages) // 2]
+        middle = predict.windows_of(stage)[stage["steps"] // 2]
+        spans = predict.timeline(stage, middle, predict.CARDS[found["card"]])
+        steps = "one step" if stage.get("counted_steps", 1) == 1 else f"{stage['counted_steps']} steps"
+        title = f"Predicted: {steps} of {Path(found['script']).parent.name} on {found['processes']} x {found['card']}"
         (output / "timeline.html").write_text(picture.as_page(spans, title, calibration.in_one_line()))
         (output / "timeline.json").write_text(json.dumps(picture.as_trace(spans)))
 

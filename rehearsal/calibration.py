@@ -8,6 +8,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 from rehearsal import predict
 
@@ -31,6 +32,7 @@ PUBLISHED = {
     "2024-12-10_BlockWindow": Published(157.2, 149.5, 164.7),
     "2024-12-17_SparsifyEmbeds": Published(144.0, 135.8, 151.4),
     FITTED_ON: Published(148.1, 139.4, 157.1),
+    "2025-08-23_ShardedLongShort": Published(99.5, 94.3, 103.0),
 }
 
 
@@ -43,7 +45,7 @@ def keep(name: str, report: Path) -> None:
     counts = json.loads(report.read_text()).get("step")
     if not counts:
         raise ValueError(f"{report} has no step: the rehearsal did not get through one")
-    for item in counts["items"]:
+    for item in (item for stage in predict.stages_in(counts) for item in stage["items"]):
         if "name" in item:
             item["name"] = item["name"][:40]
     (FOLDER / f"{name}.json").write_text(json.dumps(counts, separators=(",", ":")) + "\n")
@@ -51,14 +53,13 @@ def keep(name: str, report: Path) -> None:
 
 def milliseconds(counts: dict, rates: predict.Rates) -> Published:
     """The prediction in the form in which times are published."""
-    windows = predict.windows_of(counts)
-    taken = {window: 1e3 * sum(predict.step_seconds(counts, window, rates=rates).values()) for window in set(windows)}
-
-    def mean(chosen: list[int]) -> float:
-        return sum(taken[window] for window in chosen) / len(chosen)
-
-    last = len(windows) // INTERVAL * INTERVAL
-    return Published(mean(windows), mean(windows[:INTERVAL]), mean(windows[last - INTERVAL : last]))
+    taken = []
+    for stage in predict.stages_in(counts):
+        windows = predict.windows_of(stage)
+        of_window = {w: 1e3 * sum(predict.step_seconds(stage, w, rates=rates).values()) for w in set(windows)}
+        taken += [of_window[window] for window in windows]
+    last = len(taken) // INTERVAL * INTERVAL
+    return Published(mean(taken), mean(taken[:INTERVAL]), mean(taken[last - INTERVAL : last]))
 
 
 def fit(counts: dict, published: Published) -> predict.Rates:

@@ -1,6 +1,7 @@
 """Two rehearsals side by side: what changed in kernels, bytes, memory, collectives and predicted time."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 from rehearsal import predict
 from rehearsal.predict import PARTS
@@ -48,11 +49,9 @@ def peak(found: dict) -> int:
 
 
 def work(found: dict) -> Counter:
-    """What rank 0 does in a step, summed up."""
+    """What rank 0 does in a step, summed up; in a run with stages, on average."""
     total: Counter = Counter()
-    items = found["step"]["items"]
-    for index, times in Counter(entry[0] for entry in found["step"]["order"] if entry[0] >= 0).items():
-        item = items[index]
+    for item, times in in_a_step(found["step"]):
         total["launches"] += times * item.get("launches", 1)
         if item["kind"] == "product":
             total["flops"] += times * 2 * item["m"] * item["n"] * item["k"] * item["batches"]
@@ -60,6 +59,16 @@ def work(found: dict) -> Counter:
             total["bytes"] += times * item["bytes"]
             total["instructions"] += times * item["instructions"]
     return total
+
+
+def in_a_step(counts: dict) -> Iterator[tuple[dict, float]]:
+    """Every item, and how often it occurs in a step of the run, on average."""
+    stages = predict.stages_in(counts)
+    steps = sum(stage["steps"] for stage in stages)
+    for stage in stages:
+        share = stage["steps"] / steps / stage.get("counted_steps", 1)
+        for index, times in Counter(entry[0] for entry in stage["order"] if entry[0] >= 0).items():
+            yield stage["items"][index], times * share
 
 
 def told(item: dict) -> str:
@@ -77,11 +86,15 @@ def told(item: dict) -> str:
 
 
 def milliseconds_by_item(found: dict) -> Counter:
-    spans = predict.timeline(found["step"], round(found["prediction"]["run"]["window"]))
+    """At the mean window of each stage, on average over the run."""
     taken: Counter = Counter()
-    for span in spans:
-        if span.item:
-            taken[told(span.item)] += 1e3 * (span.end - span.start)
+    stages = predict.stages_in(found["step"])
+    steps = sum(stage["steps"] for stage in stages)
+    for stage in stages:
+        share = 1e3 * stage["steps"] / steps / stage.get("counted_steps", 1)
+        for span in predict.timeline(stage, predict.mean_window(stage)):
+            if span.item:
+                taken[told(span.item)] += share * (span.end - span.start)
     return taken
 
 

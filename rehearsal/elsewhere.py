@@ -13,10 +13,17 @@ NUMBERS = (1, 2, 4, 8, 16, 64)
 
 def tables(counts: dict) -> dict:
     """Both tables; that of numbers only from ranks with one sequence each, whose collectives are known."""
-    longest = max((item["tokens"] for item in counts["items"] if item["kind"] == "attention"), default=0)
-    one_each = counts["ranks"] > 1 and counts["ranks"] * longest == counts["tokens"]
-    numbers = on_other_numbers(counts) if one_each else {}
+
+    def one_each(stage: dict) -> bool:
+        return counts["ranks"] > 1 and counts["ranks"] * tokens_in(stage) == stage["tokens"]
+
+    numbers = on_other_numbers(counts) if all(map(one_each, predict.stages_in(counts))) else {}
     return {"cards_ms": on_other_cards(counts), "numbers_ms": {str(number): ms for number, ms in numbers.items()}}
+
+
+def tokens_in(counts: dict) -> int:
+    """The tokens of a forward pass."""
+    return max((item["tokens"] for item in counts["items"] if item["kind"] == "attention"), default=0)
 
 
 def on_other_cards(counts: dict) -> dict[str, float]:
@@ -30,6 +37,9 @@ def on_other_numbers(counts: dict, card: Card = H100, rates: Rates = FITTED) -> 
 
 
 def milliseconds(counts: dict, number: int, card: Card = H100, rates: Rates = FITTED) -> float:
+    if "stages" in counts:
+        taken = [(stage["steps"], milliseconds(stage, number, card, rates)) for stage in counts["stages"]]
+        return sum(steps * ms for steps, ms in taken) / sum(steps for steps, _ in taken)
     parts = predict.mean_seconds(shared_by(counts, number), card, rates, number)
     turns = max(1.0, counts["ranks"] / number)  # sequences that a card takes one after the other
     of_model = ("matrix products", "attention forward", "attention backward", "head and loss", "other kernels", "gaps")
@@ -39,7 +49,7 @@ def milliseconds(counts: dict, number: int, card: Card = H100, rates: Rates = FI
 
 def shared_by(counts: dict, number: int) -> dict:
     """The counts of one of `number` ranks: its part of a sequence, and its share of the sharded optimizer's work."""
-    tokens = max((item["tokens"] for item in counts["items"] if item["kind"] == "attention"), default=0)
+    tokens = tokens_in(counts)
     shorter = min(1.0, counts["ranks"] / number)
     fewer = counts["ranks"] / number
     items = []

@@ -24,6 +24,7 @@ SMALL_RUN = {  # a few steps that touch everything: window changes, validation, 
     "val_loss_every": "2",
     "save_every": "4",
 }
+STEPS_PER_STAGE = 4  # of a run in stages: one with a validation, then more than a period of optimizers that skip steps
 VALIDATION_SEQUENCES = 8
 CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")  # that card.c has a card for
 MOST_CARDS = 64
@@ -131,15 +132,22 @@ def check_settings(script: Path, given: dict[str, str]) -> None:
     for name in ("sequence_length", "batch_sequences", "num_iterations", "val_tokens"):
         if name in given and not re.fullmatch(r"\+?\d+", given[name]):
             raise UserError(f"--{name} {given[name]}: must be a whole number, and not less than 0")
+    try:
+        readings.stages_of(known | given)
+    except ValueError:
+        columns = readings.STAGE_COLUMNS
+        raise UserError(f"--stages {given['stages']}: must be a table with {columns} numbers in a row") from None
 
 
 def choose_settings(script: Path, given: dict[str, str], data: Path) -> dict[str, str]:
     """The script's own defaults, few steps on made-up data, and on top what the user gave."""
     known = readings.settings_of(script.read_text())
-    resolved = {**known, **{name: value for name, value in SMALL_RUN.items() if name in known}, **given}
-    sequence = int(resolved.get("sequence_length") or 65536)
+    small = SMALL_RUN | few_steps_per_stage(str(known.get("stages") or ""))
+    settings = {name: value for name, value in small.items() if name in known}
+    resolved = known | settings | given
+    stages = readings.stages_of(resolved)
+    sequence = max((stage.length for stage in stages), default=int(resolved.get("sequence_length") or 65536))
     batch = sequence * int(resolved.get("batch_sequences") or 8)
-    settings = {name: value for name, value in SMALL_RUN.items() if name in known}
     if "val_tokens" in known:
         settings["val_tokens"] = str(VALIDATION_SEQUENCES * int(resolved.get("val_sequence_length") or sequence))
     settings |= given
@@ -147,6 +155,16 @@ def choose_settings(script: Path, given: dict[str, str], data: Path) -> dict[str
     train_tokens = (batch + gaps) * (int(resolved.get("num_iterations") or 4) + SPARE_STEPS) + 1
     files = shards.write_shards(data, train_tokens, int(settings.get("val_tokens") or batch) + sequence + 1)
     return {name: value for name, value in files.items() if name in known} | settings
+
+
+def few_steps_per_stage(table: str) -> dict[str, str]:
+    """For a script with a table of stages: the same stages, each a few steps long and begun with a validation."""
+    rows = readings.stage_rows(table)
+    for row in rows:
+        row[0] = str(STEPS_PER_STAGE if float(row[0]) else 0)
+    steps = str(sum(int(row[0]) for row in rows))
+    few = {"num_iterations": steps, "save_every": steps, "val_loss_every": str(STEPS_PER_STAGE)}
+    return {"stages": " ".join(word for row in rows for word in row), **few} if rows else {}
 
 
 def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str, str]:
@@ -162,6 +180,7 @@ def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str
         "NULLGPU_TRACE": str(folder),
         "REHEARSAL_FOLDER": str(folder),
         "REHEARSAL_SCRIPT": str(script),
+        "REHEARSAL_OLD_CACHE": str(int(any(cache.glob("*")))),
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TRITON_CACHE_DIR": str(cache / "triton"),  # or Inductor keeps the same kernels once for each device
         # many ranks share few cores here; rank 0 compiles for them and takes more (see watcher.py)

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import NamedTuple
 
 from rehearsal.steps import AWAIT, BLOCK, RECORD
 
@@ -24,6 +25,17 @@ PARTS = (
     "gaps",
 )
 GRAIN = 64  # tokens: the public records' windows grow by half a block or by a whole one
+
+
+class Windows(NamedTuple):
+    """Of the layers of a stage, in blocks: of a few, of most, and whether they end within their last block."""
+
+    long: int
+    short: int
+    cut: bool = False
+
+
+Window = int | Windows
 
 
 @dataclass(frozen=True)
@@ -90,31 +102,36 @@ class Documents:
 
     mean: float = 690.0
     median: float = 403.0
+    longest: float = math.inf  # where a script cuts them
 
     def share_within(self, tokens: int) -> float:
         """The probability that this many tokens in a row are of one document."""
         if tokens <= 1:
             return 1.0
-        mu, variance = math.log(self.median), 2 * math.log(self.mean / self.median)
-        sigma, shorter = math.sqrt(variance), tokens - 1
-        normal = NormalDist().cdf
-        beyond = (mu - math.log(shorter)) / sigma
-        return normal(beyond + sigma) - shorter / self.mean * normal(beyond)
+        return max(0.0, 1 - self.mean_up_to(tokens - 1) / self.mean_up_to(self.longest))
+
+    def mean_up_to(self, longest: float) -> float:
+        """Their mean length if they are cut at this one."""
+        if longest == math.inf:
+            return self.mean
+        mu, sigma = math.log(self.median), math.sqrt(2 * math.log(self.mean / self.median))
+        normal, beyond = NormalDist().cdf, (mu - math.log(longest)) / sigma
+        return self.mean * (1 - normal(beyond + sigma)) + longest * normal(beyond)
 
 
 FINEWEB = Documents()
 
 
-def visible_blocks(window: int, documents: Documents = FINEWEB) -> tuple[float, float]:
+def visible_blocks(window: int, documents: Documents = FINEWEB, cut: bool = False) -> tuple[float, float]:
     """Key blocks that a block of queries visits within a window of that many blocks, on average: masked and full.
 
     A block is visited if its last token and the queries' first are of one document, and is full if all tokens from
-    its first to the queries' last are.
+    its first to the queries' last are; but not the last of a window that cuts it token by token.
     """
     masked, full = 1.0, 0.0  # its own block, half of which is the future
     for distance in range(1, window):
         visited = documents.share_within((distance - 1) * BLOCK + 2)
-        whole = documents.share_within((distance + 1) * BLOCK)
+        whole = 0.0 if cut and distance == window - 1 else documents.share_within((distance + 1) * BLOCK)
         masked, full = masked + visited - whole, full + whole
     return masked, full
 
@@ -163,9 +180,16 @@ def attention_flops(item: dict) -> float:
     return (14 if item["backward"] else 4) * BLOCK * BLOCK * item["head_dim"]
 
 
-def attention_seconds(item: dict, window: int, card: Card, rates: Rates) -> float:
+def blocks_visited(item: dict, window: Window, documents: Documents) -> tuple[float, float]:
+    """Masked and full blocks for each block of queries. Of a single window, most layers have half of it where a script
+    has two masks."""
+    found = window if isinstance(window, Windows) else Windows(window, max(1, window // 2))
+    return visible_blocks(found.short if item.get("short") else found.long, documents, found.cut)
+
+
+def attention_seconds(item: dict, window: Window, card: Card, rates: Rates, documents: Documents = FINEWEB) -> float:
     """FlexAttention: each visited pair of blocks takes its products and its other instructions, one after the other."""
-    masked, full = visible_blocks(window)
+    masked, full = blocks_visited(item, window, documents)
     if not item["full_blocks"]:
         masked, full = masked + full, 0.0
     queries = item["heads"] * item["tokens"] / BLOCK
@@ -198,12 +222,14 @@ def collective_seconds(item: dict, card: Card, rates: Rates, ranks: int) -> floa
     return rates.collective + times * item["bytes"] / (link * rates.links)
 
 
-def seconds(item: dict, window: int, card: Card, rates: Rates, ranks: int | None = None) -> float:
+def seconds(
+    item: dict, window: Window, card: Card, rates: Rates, ranks: int | None = None, documents: Documents = FINEWEB
+) -> float:
     match item["kind"]:
         case "product":
             return product_seconds(item, card, rates)
         case "attention":
-            return attention_seconds(item, window, card, rates)
+            return attention_seconds(item, window, card, rates, documents)
         case "kernel":
             return kernel_seconds(item, card, rates)
         case "copy":  # on the card it is read and written
@@ -231,10 +257,12 @@ class Span:
 
 
 def timeline(
-    counts: dict, window: int, card: Card = H100, rates: Rates = FITTED, ranks: int | None = None
+    counts: dict, window: Window, card: Card = H100, rates: Rates = FITTED, ranks: int | None = None
 ) -> list[Span]:
-    """Runs the step's order on its streams: work follows work, and an awaited event holds a stream back."""
-    taken = [seconds(item, window, card, rates, ranks) for item in counts["items"]]
+    """Runs the order of the counted steps on their streams: work follows work, and an awaited event holds a stream
+    back."""
+    documents = documents_of(counts)
+    taken = [seconds(item, window, card, rates, ranks, documents) for item in counts["items"]]
     now: Counter = Counter()
     recorded: dict[int, float] = {}
     spans = []
@@ -256,7 +284,7 @@ def timeline(
 
 
 def step_seconds(
-    counts: dict, window: int, card: Card = H100, rates: Rates = FITTED, ranks: int | None = None
+    counts: dict, window: Window, card: Card = H100, rates: Rates = FITTED, ranks: int | None = None
 ) -> dict[str, float]:
     """The seconds of a step by part; their sum is the step.
 
@@ -278,7 +306,7 @@ def step_seconds(
         parts["gaps"] += span.start - ended
         ended = span.end
     parts["collectives"] += max(span.end for span in spans) - ended
-    return parts
+    return {part: taken / counts.get("counted_steps", 1) for part, taken in parts.items()}
 
 
 # ---- The run: windows, and the whole prediction ----------------------------------------------------------------------
@@ -299,57 +327,90 @@ def window_at(progress: float, counts: dict) -> int:
     return max(1, tokens // BLOCK)
 
 
-def windows_of(counts: dict) -> list[int]:
-    """The window of each step of the run, in blocks; never more than a sequence has."""
+def windows_of(counts: dict) -> list[Window]:
+    """The window of each step of a stage, in blocks; never more than a sequence has.
+
+    Windows of a table of stages are a pair for all its steps. Where the mask reads them, they are exact in tokens: then
+    a query reaches into one block more.
+    """
     lengths = [item["tokens"] // BLOCK for item in counts["items"] if item["kind"] == "attention"]
     steps, most = counts["steps"], max(lengths, default=1)
+    if "window_blocks" in counts:
+        cut = counts["mask"] != "blocks"
+        short, long = (min(window + cut, most) for window in counts["window_blocks"])
+        return [Windows(long, short, cut)] * steps
     return [min(window_at(step / steps, counts), most) for step in range(steps)]
 
 
+def mean_window(counts: dict) -> Window:
+    windows = windows_of(counts)
+    return windows[0] if isinstance(windows[0], Windows) else round(sum(windows) / len(windows))
+
+
+def stages_in(counts: dict) -> list[dict]:
+    """The counts of each stage of a run: those of a run without stages are its only one."""
+    return counts.get("stages") or [counts]
+
+
+def documents_of(counts: dict) -> Documents:
+    return replace(FINEWEB, longest=counts.get("longest_document") or math.inf)
+
+
 def mean_seconds(counts: dict, card: Card = H100, rates: Rates = FITTED, ranks: int | None = None) -> dict[str, float]:
-    """The seconds of a step by part, over all windows of the run."""
-    share = Counter(windows_of(counts))
-    by_window = {window: step_seconds(counts, window, card, rates, ranks) for window in share}
-    return {part: sum(by_window[w][part] * share[w] for w in share) / counts["steps"] for part in PARTS}
+    """The seconds of a step by part, over all windows and stages of the run."""
+    total, steps = dict.fromkeys(PARTS, 0.0), 0
+    for stage in stages_in(counts):
+        for window, times in Counter(windows_of(stage)).items():
+            taken = step_seconds(stage, window, card, rates, ranks)
+            total, steps = {part: total[part] + times * taken[part] for part in PARTS}, steps + times
+    return {part: total[part] / steps for part in PARTS}
 
 
 def predict(counts: dict, card: Card = H100, rates: Rates = FITTED, ranks: int | None = None) -> dict:
-    """Milliseconds per step by part at the first, middle and last window and over the run, and what follows."""
-    steps, windows = counts["steps"], windows_of(counts)
-    mean = mean_seconds(counts, card, rates, ranks)
+    """Milliseconds per step by part at the first, middle and last step and over the run, and what follows. For a run in
+    stages also those of each."""
+    every = [(stage, window) for stage in stages_in(counts) for window in windows_of(stage)]
+    steps, mean = len(every), mean_seconds(counts, card, rates, ranks)
 
-    def column(window: float, parts: dict) -> dict:
+    def column(window: str | float, parts: dict) -> dict:
         return {"window": window, "ms": 1e3 * sum(parts.values()), "parts_ms": {p: 1e3 * parts[p] for p in PARTS}}
 
-    def at(step: int) -> dict:
-        return column(windows[step], step_seconds(counts, windows[step], card, rates, ranks))
+    def at(stage: dict, window: Window) -> dict:
+        return column(window, step_seconds(stage, window, card, rates, ranks))
+
+    def stage_column(stage: dict) -> dict:
+        return at(stage, windows_of(stage)[0]) | {"steps": stage["steps"], "tokens": stage["tokens"]}
 
     step = sum(mean.values())
     cards = counts["ranks"] if ranks is None else ranks
-    useful = model_flops(counts, sum(windows) / steps) * counts["ranks"]
+    useful = sum(stage["steps"] * model_flops(stage) for stage in stages_in(counts)) / steps * counts["ranks"]
+    tokens = sum(stage["steps"] * stage["tokens"] for stage in stages_in(counts)) / steps
+    longest = [window.long if isinstance(window, Windows) else window for _, window in every]
     return {
         "card": card.name,
         "cards": cards,
         "steps": steps,
-        "first": at(0),
-        "middle": at(steps // 2),
-        "last": at(-1),
-        "run": column(round(sum(windows) / steps, 1), mean),
+        "first": at(*every[0]),
+        "middle": at(*every[steps // 2]),
+        "last": at(*every[-1]),
+        "stages": [stage_column(stage) for stage in counts.get("stages", [])],
+        "run": column(round(sum(longest) / steps, 1), mean),
         "minutes": step * steps / 60,
-        "tokens_per_second": counts["tokens"] / step,
+        "tokens_per_second": tokens / step,
         "flop_utilisation": useful / (step * cards * card.bfloat16_flops),
     }
 
 
-def model_flops(counts: dict, window: float) -> float:
-    """Operations of the model's own products in one rank's step; attention's backward counted as five products."""
-    items, order = counts["items"], Counter(entry[0] for entry in counts["order"])
-    masked, full = visible_blocks(round(window))
+def model_flops(counts: dict) -> float:
+    """Operations of the model's own products in one rank's step, at the mean window; attention's backward counted as
+    five products."""
+    items, order, window = counts["items"], Counter(entry[0] for entry in counts["order"]), mean_window(counts)
     total = 0.0
     for index, item in enumerate(items):
         if item["kind"] == "product" and item["part"] != "optimizer":
             total += order[index] * 2 * item["batches"] * item["m"] * item["n"] * item["k"]
         elif item["kind"] == "attention":
+            pairs = sum(blocks_visited(item, window, documents_of(counts)))
             pair = (10 if item["backward"] else 4) * BLOCK * BLOCK * item["head_dim"]
-            total += order[index] * (masked + full) * pair * item["heads"] * item["tokens"] / BLOCK
-    return total
+            total += order[index] * pairs * pair * item["heads"] * item["tokens"] / BLOCK
+    return total / counts.get("counted_steps", 1)

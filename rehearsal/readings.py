@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import re
 import signal
 import subprocess
@@ -234,6 +235,7 @@ class Step:
     model_flops: int = 0
     optimizer_flops: int = 0
     timed: bool = False  # the script has waited for the GPU before it, to start its clock
+    disturbed: bool = False  # it has also waited since the step before: a validation or a checkpoint may be in it
 
     @property
     def bytes(self) -> int:
@@ -252,21 +254,22 @@ def read_traffic(text: str) -> Traffic:
     It begins there too, or where the script last waited for the GPU: a validation stops the clock, and is left out.
     """
     traffic, steps = Traffic(), []
-    collectives, flops, seen, waited = [], 0, set(), False  # since the last mark
+    collectives, flops, seen, waited, disturbed = [], 0, set(), False, False  # since the last mark
     for line in text.splitlines():
         words = line.split()
         if words[:1] == ["Wait"] and len(words) == 2:
-            collectives, flops, waited = [], int(words[1]), True
+            collectives, flops, waited, disturbed = [], int(words[1]), True, True
         elif words[:1] == ["Optimizer"] and len(words) == 4:
             optimizer, flops_before, flops_after = map(int, words[1:])
             if not steps or optimizer in seen:
                 steps.append(Step(timed=waited))
                 seen = set()
             seen.add(optimizer)
+            steps[-1].disturbed |= disturbed
             steps[-1].collectives += collectives
             steps[-1].model_flops += flops_before - flops
             steps[-1].optimizer_flops += flops_after - flops_before
-            collectives, flops = [], flops_after
+            collectives, flops, disturbed = [], flops_after, False
         elif len(words) == 4 and words[1].isdigit() and words[3].isdigit():
             collectives.append((words[0], int(words[1]), words[2], int(words[3])))
             traffic.all.append(collectives[-1])
@@ -274,17 +277,40 @@ def read_traffic(text: str) -> Traffic:
     return traffic
 
 
-def typical_step(steps: list[Step]) -> Step | None:
-    """The step that occurs most often, and is smallest: with the clock running if that is known, not the first one
-    (start-up), and without a validation before it if there is one without."""
-    if not steps:
-        return None
+def repeating(shapes: list, undisturbed: list[bool]) -> list[int]:
+    """The numbers of the steps after which everything repeats: one, or several if an optimizer leaves out some steps.
+
+    They are the last of the longest series of undisturbed steps in a row; none if there is no such step.
+    """
+    series: list[list[int]] = [[]]
+    for number, calm in enumerate(undisturbed):
+        if calm:
+            series[-1].append(number)
+        else:
+            series.append([])
+    longest = max(reversed(series), key=len)
+    for period in range(1, len(longest)):
+        if all(shapes[longest[i]] == shapes[longest[i - period]] for i in range(period, len(longest))):
+            return longest[-period:]
+    return longest
+
+
+def typical_steps(steps: list[Step]) -> list[Step]:
+    """The steps of one period, with the clock running and undisturbed. In a script that never waits for the GPU it is
+    the step that occurs most often, and is smallest: not the first one (start-up), and without a validation before it
+    if there is one without."""
+    shapes = [(tuple(step.collectives), step.model_flops, step.optimizer_flops) for step in steps]
+    if calm := repeating(shapes, [step.timed and not step.disturbed for step in steps]):
+        return [steps[number] for number in calm]
     eligible = [step for step in steps if step.timed] or steps[1:] or steps
-    shapes = Counter(tuple(step.collectives) for step in eligible)
-    most_common = max(shapes, key=lambda shape: (shapes[shape], -len(shape)))
+    if not eligible:
+        return []
+    found = Counter(tuple(step.collectives) for step in eligible)
+    most_common = max(found, key=lambda collectives: (found[collectives], -len(collectives)))
     alike = [step for step in eligible if tuple(step.collectives) == most_common]
     flops = Counter(step.model_flops for step in alike)
-    return next(step for step in alike if step.model_flops == max(flops, key=lambda count: (flops[count], -count)))
+    usual = max(flops, key=lambda count: (flops[count], -count))
+    return [next(step for step in alike if step.model_flops == usual)]
 
 
 def first_difference(of_ranks: dict[int, Traffic], all_ended: bool = True) -> str:
@@ -384,20 +410,60 @@ def spills_of(kernels: list[Kernel], launched: set[str]) -> list[dict]:
 
 def settings_of(source: str) -> dict:
     """The fields of the script's settings class and their defaults, read from its text without running it."""
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    named = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            named[node.targets[0].id] = constant(node.value, named)
+    for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            fields = {f.target.id: constant(f.value) for f in node.body if isinstance(f, ast.AnnAssign)}
+            fields = {f.target.id: constant(f.value, named) for f in node.body if isinstance(f, ast.AnnAssign)}
             if node.name == "Hyperparameters" or {"num_iterations", "train_files"} <= set(fields):
                 return fields
     return {}
 
 
-def constant(expression: ast.expr | None) -> object:
-    """The value of 64 * 1024 and the like, or of a call's first argument; None where it is not a constant."""
+def constant(expression: ast.expr | None, named: dict) -> object:
+    """The value of 64 * 1024, of a constant's name and the like, or of a call's first argument; else None."""
     if isinstance(expression, ast.Call):
-        named = {word.arg: word.value for word in expression.keywords}
-        expression = expression.args[0] if expression.args else named.get("default")
+        words = {word.arg: word.value for word in expression.keywords}
+        expression = expression.args[0] if expression.args else words.get("default")
     try:
-        return eval(compile(ast.Expression(expression), "setting", "eval"), {"__builtins__": {}})
+        return eval(compile(ast.Expression(expression), "setting", "eval"), {"__builtins__": {}, **named})
     except Exception:
         return None
+
+
+STAGE_COLUMNS = 5  # steps, sequence length and learning rate as factors, short and long window in blocks
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run with a sequence length and attention windows of its own."""
+
+    first_step: int
+    steps: int
+    length: int  # of a sequence, in tokens
+    short: int  # windows, in blocks
+    long: int
+
+
+def stage_rows(table: str) -> list[list[str]]:
+    words = table.split()
+    return [words[i : i + STAGE_COLUMNS] for i in range(0, len(words), STAGE_COLUMNS)]
+
+
+def stages_of(settings: dict) -> list[Stage]:
+    """The stages of a run with these settings, from the script's table; none if it has no table.
+
+    A row's steps are its share of the run. Some may have none: the last row is for the last validation.
+    """
+    rows = [list(map(float, row)) for row in stage_rows(str(settings.get("stages") or ""))]
+    if not rows:
+        return []
+    total, run, unit = sum(row[0] for row in rows), int(settings["num_iterations"]), int(settings["sequence_length"])
+    first = [math.ceil(run * sum(row[0] for row in rows[:i]) / total) for i in range(len(rows) + 1)]
+    return [
+        Stage(first[i], first[i + 1] - first[i], round(length * unit), int(short), int(long))
+        for i, (_, length, _, short, long) in enumerate(rows)
+    ]

@@ -18,8 +18,11 @@ BLOCK = 128  # FlexAttention's block: sequence lengths are multiples of it
 
 def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path) -> dict:
     resolved = {**readings.settings_of(script.read_text()), **settings}
+    stages = readings.stages_of(resolved)
     logs = read_logs(run, warmup_steps(resolved, run.processes))
     traffic = {rank: readings.read_traffic(text) for rank, text in texts(run, "collectives").items()}
+    largest = max(stages, key=lambda stage: stage.length, default=None)
+    typical = {rank: readings.typical_steps(of_stage(found.steps, largest, stages)) for rank, found in traffic.items()}
     memory = read_memory(run)
     kernels = readings.read_kernels(cache, launch.cuobjdump())
     leader = logs.get(0, readings.RankLog())
@@ -53,10 +56,13 @@ def collect(run: launch.Run, script: Path, settings: dict[str, str], cache: Path
         "out_of_memory": next(
             ({"rank": r, **m["out_of_memory"]} for r, m in memory.items() if m["out_of_memory"]), None
         ),
-        "collectives": summarise_traffic(
-            traffic, next((log.mismatch for log in logs.values() if log.mismatch), ""), all_ended=run.exit_code == 0
-        ),
-        "flops": summarise_flops(traffic, resolved),
+        "collectives": summarise_traffic(typical.get(0, []))
+        | {
+            "in_all": len(traffic[0].all) if 0 in traffic else 0,
+            "mismatch": next((log.mismatch for log in logs.values() if log.mismatch), "")
+            or readings.first_difference(traffic, all_ended=run.exit_code == 0),
+        },
+        "flops": summarise_flops(typical, resolved | ({"sequence_length": largest.length} if largest else {})),
         "step": (step := count_step(run, cache, script, resolved)),
         "card": (card := card_of(kernels)),
         "prediction": predict.predict(step, predict.CARDS[card]) if step and card else None,
@@ -72,9 +78,10 @@ def texts(run: launch.Run, suffix: str) -> dict[int, str]:
 
 
 def warmup_steps(resolved: dict, processes: int) -> int | None:
-    """As the script counts them: never none among several processes. None if it has no such setting."""
+    """As the script counts them: never none among several processes; for each stage. None if it has no such setting."""
     steps = resolved.get("kernel_warmup_steps", resolved.get("warmup_steps"))
-    return None if steps is None else max(int(steps), int(processes > 1))
+    stages = {stage.first_step for stage in readings.stages_of(resolved)}
+    return None if steps is None else max(int(steps), int(processes > 1)) * max(1, len(stages))
 
 
 def read_logs(run: launch.Run, warmup_steps: int | None) -> dict[int, readings.RankLog]:
@@ -92,26 +99,33 @@ def merged(logs: dict[int, readings.RankLog], name: str) -> list[dict]:
     return [asdict(found) for found in readings.merge_found({r: getattr(log, name) for r, log in logs.items()})]
 
 
-def summarise_traffic(of_ranks: dict[int, readings.Traffic], mismatch: str, all_ended: bool) -> dict:
-    step = readings.typical_step(of_ranks[0].steps) if 0 in of_ranks else None
+def of_stage(steps: list[readings.Step], stage: readings.Stage | None, stages: list[readings.Stage]) -> list:
+    """The steps of that stage of the run, which are after those of the warm-up; all if the run has no stages."""
+    if stage is None:
+        return steps
+    first = max(0, len(steps) - stages[-1].first_step - stages[-1].steps + stage.first_step)
+    return steps[first : first + stage.steps]
+
+
+def summarise_traffic(typical: list[readings.Step]) -> dict:
+    """Rank 0's collectives in a step; if only several together repeat, on average."""
     kinds: Counter = Counter()
     sizes: Counter = Counter()
-    for kind, _, dtype, size in step.collectives if step else []:
-        kinds[f"{kind} {dtype}"] += 1
-        sizes[f"{kind} {dtype}"] += size
+    for kind, _, dtype, size in (collective for step in typical for collective in step.collectives):
+        kinds[f"{kind} {dtype}"] += 1 / len(typical)
+        sizes[f"{kind} {dtype}"] += size / len(typical)
     return {
-        "in_all": len(of_ranks[0].all) if 0 in of_ranks else 0,
-        "per_step": len(step.collectives) if step else 0,
-        "bytes_per_step": step.bytes if step else 0,
+        "per_step": sum(kinds.values()),
+        "bytes_per_step": sum(sizes.values()),
         "kinds": [{"kind": kind, "count": kinds[kind], "bytes": sizes[kind]} for kind in kinds],
-        "mismatch": mismatch or readings.first_difference(of_ranks, all_ended),
     }
 
 
-def summarise_flops(of_ranks: dict[int, readings.Traffic], resolved: dict) -> dict:
+def summarise_flops(of_ranks: dict[int, list[readings.Step]], resolved: dict) -> dict:
     """Matrix products only, as they were asked of cuBLAS; attention is a bound, its mask is data."""
-    typical = [step for traffic in of_ranks.values() if (step := readings.typical_step(traffic.steps))]
-    model, optimizer = sum(step.model_flops for step in typical), sum(step.optimizer_flops for step in typical)
+    typical = [step for steps in of_ranks.values() for step in steps]
+    model = sum(step.model_flops / len(steps) for steps in of_ranks.values() for step in steps)
+    optimizer = sum(step.optimizer_flops / len(steps) for steps in of_ranks.values() for step in steps)
     flops = {
         "model_matmul_per_step": model,
         "optimizer_matmul_per_step": optimizer,
@@ -136,22 +150,31 @@ def count_step(run: launch.Run, cache: Path, script: Path, resolved: dict) -> di
     path = run.folder / "rank0.steps"
     if run.exit_code != 0 or not path.exists():
         return None
+    rehearsed = [stage for stage in readings.stages_of(resolved) if stage.steps]
     try:
-        counts = steps.count(path.read_text(), cache, steps.vocabulary_of(resolved))
+        counted = steps.count(path.read_text(), cache, steps.vocabulary_of(resolved), rehearsed)
     except (ValueError, KeyError, IndexError) as error:  # of a kernel as no script has had it yet; all else stands
         launch.say(f"no time is predicted: a step's counts are not understood ({type(error).__name__}: {error})")
         return None
-    if counts is None:
+    if not counted:
         return None
-    length, sequences = int(resolved.get("sequence_length") or 0), int(resolved.get("batch_sequences") or 0)
-    whole_run = readings.settings_of(script.read_text()).get("num_iterations")  # a rehearsal's own is shorter
-    window = [int(resolved.get(name) or length) for name in ("window_start", "window_end")]
-    return counts | {
-        "ranks": run.processes,
-        "tokens": length * sequences,
-        "steps": int(whole_run or 1),
-        "window_tokens": window,
-    }
+    known = readings.settings_of(script.read_text())
+    sequences, whole_run = int(resolved.get("batch_sequences") or 0), int(known.get("num_iterations") or 1)
+    common = {"ranks": run.processes, "longest_document": resolved.get("max_document")}
+    if not rehearsed:
+        length = int(resolved.get("sequence_length") or 0)
+        window = [int(resolved.get(name) or length) for name in ("window_start", "window_end")]
+        return counted[0] | common | {"tokens": length * sequences, "steps": whole_run, "window_tokens": window}
+    # a rehearsal's own steps are fewer: those of the whole run are in the script's table, or in the user's
+    own = str(known["stages"])
+    table = own if resolved["stages"] == launch.few_steps_per_stage(own)["stages"] else resolved["stages"]
+    whole = readings.stages_of(resolved | {"stages": table, "num_iterations": whole_run})
+    steps_of = [there.steps for here, there in zip(readings.stages_of(resolved), whole, strict=True) if here.steps]
+    stages = [
+        counts | common | {"tokens": s.length * sequences, "window_blocks": [s.short, s.long], "steps": of_run}
+        for counts, s, of_run in zip(counted, rehearsed, steps_of, strict=True)
+    ]
+    return common | {"stages": stages, "steps": whole_run, "tokens": max(stage["tokens"] for stage in stages)}
 
 
 def launched_kernels(run: launch.Run) -> set[str]:
@@ -223,7 +246,7 @@ def findings(found: dict) -> list[dict]:
     for entry in found["deprecations"]:
         add("deprecation", f"{entry['place']}: {entry['reason']}")
     for kernel in found["spilling_kernels"]:
-        if kernel["runs"] and "flex_attention" in kernel["name"] and "backward" not in kernel["name"]:
+        if kernel["runs"] and attention_pass(kernel["name"]) == "attention forward":
             add("attention_spills", f"{kernel['name']} spills {kernel['stack_bytes']} bytes")
     if not found["compiled"]["kernels"] and run["exit_code"] == 0:
         add("not_compiled", "no kernel was compiled")
@@ -345,8 +368,10 @@ def collective_lines(collectives: dict, processes: int) -> list[str]:
         return ["collectives   none"]
     if not order and processes > 1:
         order = f", same order on all {processes} ranks"
-    lines = [f"collectives   {collectives['per_step']} per step, {gib(collectives['bytes_per_step'])} per rank{order}"]
-    return lines + [f"    {kind['count']:>11}  {kind['kind']}, {gib(kind['bytes'])}" for kind in collectives["kinds"]]
+    lines = [
+        f"collectives   {collectives['per_step']:g} per step, {gib(collectives['bytes_per_step'])} per rank{order}"
+    ]
+    return lines + [f"    {kind['count']:>11g}  {kind['kind']}, {gib(kind['bytes'])}" for kind in collectives["kinds"]]
 
 
 def flops_lines(flops: dict) -> list[str]:
@@ -366,17 +391,25 @@ def flops_lines(flops: dict) -> list[str]:
     ]
 
 
+def attention_pass(kernel: str) -> str:
+    """'attention forward', 'attention backward', or nothing; the name also holds what else was fused into a kernel."""
+    template = "flex_attention" in kernel and kernel.startswith("triton_tem")
+    return f"attention {'backward' if 'flex_attention_backward' in kernel else 'forward'}" if template else ""
+
+
 def kernel_lines(kernels: list[dict]) -> list[str]:
     running = [kernel for kernel in kernels if kernel["runs"]]
     lines = [f"spills        {len(running) or 'no'} kernels that run"]
-    for kernel in running[:LISTED]:
-        others = kernel["spill_free_alternatives"]
-        lines.append(
-            f"    {kernel['stack_bytes']:>5} bytes  {kernel['name'][:60]} ({kernel['registers']} registers, "
+    alike: Counter = Counter()
+    for kernel in running:
+        others, name = kernel["spill_free_alternatives"], attention_pass(kernel["name"]) or kernel["name"][:60]
+        alike[
+            f"    {kernel['stack_bytes']:>5} bytes  {name} ({kernel['registers']} registers, "
             f"{kernel['warps']} warps), {others or 'no'} configuration{'s' * (others != 1)} without"
-        )
-    if len(running) > LISTED:
-        lines.append(f"                 and {len(running) - LISTED} more")
+        ] += 1
+    lines += [f"{line}, {times} kernels" if times > 1 else line for line, times in alike.most_common(LISTED)]
+    if len(alike) > LISTED:
+        lines.append(f"                 and {len(alike) - LISTED} more kinds")
     if rejected := [kernel for kernel in kernels if not kernel["runs"]]:
         most = max(kernel["stack_bytes"] for kernel in rejected)
         lines.append(f"              {len(rejected)} configurations that spill up to {most} bytes were tried and left")
@@ -386,12 +419,27 @@ def kernel_lines(kernels: list[dict]) -> list[str]:
 def prediction_lines(prediction: dict | None) -> list[str]:
     if not prediction:
         return ["predicted     no time: no whole step was seen, or there are no rates for this card"]
-    columns = [prediction[name] for name in ("first", "middle", "last", "run")]
+    columns = {name: prediction[name] for name in ("first", "middle", "last")}
+    if prediction["stages"]:
+        columns = {f"stage {i}": column for i, column in enumerate(prediction["stages"], start=1)}
+    columns = columns | {"run": prediction["run"]}
+
+    def window(column: dict) -> str:
+        return (
+            f"{column['window']}"
+            if isinstance(column["window"], (int, float))
+            else "{}, {}".format(*column["window"][:2])
+        )
+
     lines = [
         f"predicted     milliseconds per step on {prediction['cards']} x {prediction['card']}",
-        f"    {'':<26}{'first':>9}{'middle':>9}{'last':>9}{'run':>9}",
-        f"    {'window, in blocks of 128':<26}" + "".join(f"{column['window']:>9}" for column in columns),
+        f"    {'':<26}" + "".join(f"{name:>9}" for name in columns),
+        f"    {'window, in blocks of 128':<26}" + "".join(f"{window(column):>9}" for column in columns.values()),
     ]
+    if prediction["stages"]:
+        told = "".join(f"{stage['steps']:>9}" for stage in prediction["stages"])
+        lines.append(f"    {'steps':<26}{told}{prediction['steps']:>9}")
+    columns = list(columns.values())
     for part in predict.PARTS:
         name = "collectives, not hidden" if part == "collectives" else part
         lines.append(f"    {name:<26}" + "".join(f"{column['parts_ms'][part]:9.1f}" for column in columns))

@@ -31,6 +31,7 @@ class Hyperparameters:
     sequence_length: int = 2048
     batch_sequences: int = 8
     in_a_row: int = 0  # 1: a rank takes all its sequences in one forward
+    own_optimizer: int = 0  # 1: plain gradient descent without an optimizer of torch's, and a wait before the clock
     num_iterations: int = 3
     val_tokens: int = 16384
     val_loss_every: int = 2
@@ -149,8 +150,9 @@ def main():
 
     model = GPT(settings).cuda().bfloat16()
     ddp = DistributedDataParallel(torch.compile(model), device_ids=[torch.cuda.current_device()])
-    adam = torch.optim.Adam([model.embed.weight, model.head.weight], fused=True)
-    gathered = GatheredSGD(list(model.blocks.parameters()), lr=0.01)
+    if not settings.own_optimizer:
+        adam = torch.optim.Adam([model.embed.weight, model.head.weight], fused=True)
+        gathered = GatheredSGD(list(model.blocks.parameters()), lr=0.01)
     forwards, length = len(range(rank, settings.batch_sequences, size)), settings.sequence_length
     if settings.in_a_row:
         forwards, length = 1, forwards * length
@@ -160,8 +162,13 @@ def main():
     def train_step():
         for _ in range(forwards):
             ddp(*next(train), train_mask).backward()
-        adam.step()
-        gathered.step()
+        if settings.own_optimizer:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.sub_(param.grad, alpha=0.01)
+        else:
+            adam.step()
+            gathered.step()
         model.zero_grad(set_to_none=True)
 
     def validate():
@@ -175,6 +182,8 @@ def main():
 
     train_step()  # the warm-up
     validate()
+    if settings.own_optimizer:
+        torch.cuda.synchronize()
     for step in range(settings.num_iterations + 1):
         if step % settings.val_loss_every == 0 or step == settings.num_iterations:
             say(f"step:{step}/{settings.num_iterations} val_loss:{validate():.4f} train_time:1ms step_avg:1.00ms")

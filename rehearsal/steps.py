@@ -4,12 +4,14 @@ The counts are plain values that go into a report and can be kept:
 
     {"items": [{"kind": ..., "part": ..., ...}, ...],     every different product, kernel, operation, copy, collective
      "order": [[item, stream], ..., [-1, event, stream], [-2, stream, event], ...],
-     "mask": "blocks" | "window" | "tokens"}               how attention's window is cut
+     "mask": "blocks" | "window" | "tokens",               how attention's window is cut
+     "counted_steps": 1}                                   or more, if only several steps together repeat
 
 -1 records an event on a stream and -2 makes a stream wait for one. Kinds and what they carry:
 
     product      m, n, k, batches, dtype
-    attention    backward, tokens, heads, head_dim, full_blocks, instructions (of a pair of blocks: masked, full), bytes
+    attention    backward, tokens, heads, head_dim, full_blocks, bytes, instructions (of a pair of blocks: masked, full)
+                 short: of two masks in one forward pass it has that of most layers
     kernel       name, bytes, instructions, special (of those the slow ones: exponentials, roots), launches
                  both with the warps, registers of a thread and shared bytes of a block, where they were compiled
     copy         bytes, and whether they cross from or to the host
@@ -23,8 +25,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from rehearsal.readings import Stage, repeating
+
 BLOCK = 128  # tokens of a block of FlexAttention's mask
 RECORD, AWAIT = -1, -2
+WORK = {"launch", "product", "copy", "fill", "collective"}
 FROM_HOST, TO_HOST = 1, 2  # cudaMemcpyKind
 LABEL = re.compile(r"^(?:\$L__(BB\d+_\d+):|// %bb\.\d+:)")  # of a block of code that is jumped to, or of another
 LOOP = re.compile(r"//.*(?:=>This (?:Inner )?Loop Header|in Loop: Header=(BB\d+_\d+))")
@@ -131,6 +136,17 @@ def attention_item(kernel: dict, ptx: str) -> dict:
 # ---- Steps: cutting the trace, and the typical one -------------------------------------------------------------------
 
 
+def with_updates(lines: list[str]) -> list[str]:
+    """Where a script's own optimizer begins: at the end of the last backward pass before it ends."""
+    lines, last = list(lines), None
+    for number, line in enumerate(lines):
+        if line == "Backward ends":
+            last = number
+        elif line.startswith("Optimizer ") and last is not None:
+            lines[last], last = "Optimizer 0 begins", None
+    return lines
+
+
 def cut(lines: list[str]) -> list[list[str]]:
     """The lines of each step: from the end of the one before, or from the last wait, to its last optimizer's end.
 
@@ -145,18 +161,40 @@ def cut(lines: list[str]) -> list[list[str]]:
                 if last is not None and index <= last:
                     steps.append(lines[begun:ended])
                     waits = [at for at in range(ended, number) if lines[at] == "Wait"]
-                    begun = waits[-1] + 1 if waits else ended
+                    begun = waits[-1] if waits else ended
                 last = index
             else:
                 ended = number + 1
     return [*steps, lines[begun:ended]] if last is not None else []
 
 
-def typical(steps: list[list[str]]) -> list[str]:
-    """The step that occurs most often, and is shortest: the first one is incomplete, others may hold a validation."""
+def typical(steps: list[list[str]]) -> list[list[str]]:
+    """The steps of one period, before which the script has not waited: a validation may follow a wait. Else it is the
+    step that occurs most often, and is shortest. The first one is incomplete."""
+    work = [sum(line.split()[0] in WORK for line in step) for step in steps]
+    if calm := repeating(work, [number > 0 and step[:1] != ["Wait"] for number, step in enumerate(steps)]):
+        return [steps[number] for number in calm]
     whole = steps[1:] or steps
     lengths = Counter(len(step) for step in whole)
-    return next(step for step in whole if len(step) == max(lengths, key=lambda length: (lengths[length], -length)))
+    return [next(step for step in whole if len(step) == max(lengths, key=lambda length: (lengths[length], -length)))]
+
+
+def short_masks(lines: list[str], kernels: dict[int, dict]) -> list[str]:
+    """Marks attention with the mask of most layers as 'short', if the layers of a forward or backward pass have two."""
+    lines, passes = list(lines), [[]]  # numbers of the lines that launch attention
+    backward = None
+    for number, line in enumerate(lines):
+        words = line.split()
+        if words[0] == "inductor" and words[2:] not in ([], ["0"]):
+            if backward != (backward := "BLOCK_M1" in kernels[int(words[1])]["template"]):
+                passes.append([])
+            passes[-1].append(number)
+    for numbers in passes:
+        masks = Counter(lines[number].split()[2] for number in numbers)
+        for number in numbers if len(masks) > 1 else []:
+            _, kernel, mask = lines[number].split()
+            lines[number] = f"inductor {kernel} {'short' if mask == masks.most_common(1)[0][0] else 'long'}"
+    return lines
 
 
 # ---- Counts: the lines of a step as items and their order ------------------------------------------------------------
@@ -185,7 +223,7 @@ class Counting:
             case "Optimizer":
                 self.in_optimizer = words[2] == "begins"
             case "inductor":
-                self.operation = {"kernel": self.kernels[int(words[1])]}
+                self.operation = {"kernel": self.kernels[int(words[1])], "short": words[2:] == ["short"]}
             case "op":
                 self.operation = {"name": words[1], "bytes": int(words[2]) + int(words[3]), "launched": None}
             case "made":  # said after the launches of the last operation: what it has written
@@ -232,7 +270,7 @@ class Counting:
             kernel, self.operation = operation["kernel"], None
             ptx = self.ptx_of(kernel)
             if "flex_attention" in name and kernel["template"]:
-                item = attention_item(kernel, ptx)
+                item = attention_item(kernel, ptx) | {"short": operation["short"]}
                 self.add(item, "attention backward" if item["backward"] else "attention forward", stream)
             else:
                 item = kernel_item(kernel, blocks, ptx)
@@ -311,7 +349,7 @@ def mask_of(items: list[dict]) -> str:
     """How the window is cut: worked out for each pair of 'tokens', read by each block's mask, or in 'blocks' only."""
     attention = [item for item in items if item["kind"] == "attention"]
     tokens = max((item["tokens"] for item in attention), default=0)
-    if any(item.get("elements", 0) >= tokens**2 > 0 for item in items):
+    if tokens and any(item.get("elements") and item["elements"] % tokens**2 == 0 for item in items):
         return "tokens"
     return "window" if any(item["reads_window"] for item in attention) else "blocks"
 
@@ -322,25 +360,28 @@ def kernels_in(trace: str) -> dict[int, dict]:
     return {int(number): json.loads(text) for _, number, text in described}
 
 
-def count(trace: str, cache: Path, vocabulary: set[int]) -> dict | None:
-    """The counts of the typical step of one rank's trace, or None if there is none."""
-    lines = trace.splitlines()
-    steps = cut([line for line in lines if not line.startswith("kernel ")])
-    if not steps:
-        return None
-    described = (line.split(" ", 2) for line in lines if line.startswith("kernel "))
-    kernels = {int(number): json.loads(text) for _, number, text in described}
-
+def count(trace: str, cache: Path, vocabulary: set[int], stages: list[Stage]) -> list[dict]:
+    """The counts of typical steps of one rank's trace: of each stage, or of the run if it has none. Else nothing."""
+    lines, kernels = trace.splitlines(), kernels_in(trace)
     ptx = {}
     for kernel in kernels.values():
         compiled = cache / "triton" / str(kernel["cache_hash"])
         for path in compiled.glob("*.ptx"):
             ptx[kernel["cache_hash"]] = path.read_text()
             kernel["shared"] = json.loads(path.with_suffix(".json").read_text()).get("shared", 0)
-    counting = Counting(kernels, lambda kernel: ptx.get(kernel["cache_hash"], ""), vocabulary)
-    for line in typical(steps):
-        counting.read(line)
-    return counting.counts()
+
+    def counted(steps: list[list[str]]) -> dict:
+        counting = Counting(kernels, lambda kernel: ptx.get(kernel["cache_hash"], ""), vocabulary)
+        for line in (line for step in steps for line in short_masks(step, kernels)):
+            counting.read(line)
+        return counting.counts() | {"counted_steps": len(steps)}
+
+    steps = cut(with_updates([line for line in lines if not line.startswith("kernel ")]))
+    if not stages:
+        return [counted(typical(steps))] if steps else []
+    before = len(steps) - stages[-1].first_step - stages[-1].steps  # of the warm-up
+    parts = [steps[max(0, before + s.first_step) : max(0, before + s.first_step + s.steps)] for s in stages]
+    return [counted(typical(part)) for part in parts] if all(parts) else []
 
 
 def vocabulary_of(settings: dict) -> set[int]:

@@ -1,9 +1,9 @@
 """What only torch knows of a step, written between the null GPU's own lines (see nullgpu/steps.c).
 
 kernel <number> <json>            said once of a kernel that Inductor compiled: bytes, configuration, arguments
-inductor <number>                 that kernel is launched next
+inductor <number> <mask>          that kernel is launched next; attention's with the address of its list of blocks
 op <name> <read> <written>        an operation of torch on the GPU comes next, with the bytes of its tensors
-Optimizer <index> begins | ends   Wait
+Optimizer <index> begins | ends   Wait   Backward ends (of a script whose optimizers are not torch's)
 """
 
 import ctypes
@@ -13,6 +13,8 @@ from pathlib import Path
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+COMPUTING = ("aten", "torch_attn")  # namespaces of operations that launch kernels; torch_attn has varlen_attn
 
 
 class Recorder:
@@ -37,17 +39,21 @@ class Recorder:
                 self.numbers[kernel] = len(self.numbers)
                 self.kept.append(kernel)
                 self.note(f"kernel {self.numbers[kernel]} {json.dumps(self.described(kernel, args))}")
-            self.note(f"inductor {self.numbers[kernel]}")
+            self.note(f"inductor {self.numbers[kernel]} {self.mask_of(kernel, args)}")
             return run(kernel, *args, **kwargs)
 
         CachingAutotuner.run = noted
+
+    def mask_of(self, kernel, args: tuple) -> int:
+        lists = (arg for arg in args if self.torch.is_tensor(arg) and arg.dtype is self.torch.int32)
+        return next((blocks.data_ptr() for blocks in lists), 0) if "flex_attention" in name_of(kernel) else 0
 
     def described(self, kernel, args: tuple) -> dict:
         meta, launcher = kernel.inductor_meta, kernel.launchers[0] if len(kernel.launchers) == 1 else None
         config = launcher.config if launcher else kernel.configs[0]
         tensors = [arg for arg in args if self.torch.is_tensor(arg)]
         return {
-            "name": meta.get("kernel_name", kernel.fn.__name__),
+            "name": name_of(kernel),
             "bytes": round(meta["kernel_num_gb"] * 1e9) if "kernel_num_gb" in meta else sum(map(size_of, tensors)),
             "constants": {name: value for name, value in config.kwargs.items() if isinstance(value, int)},
             "numels": [arg for arg in args if isinstance(arg, int)],
@@ -60,6 +66,10 @@ class Recorder:
             },
             "shapes": [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors],
         }
+
+
+def name_of(kernel) -> str:
+    return kernel.inductor_meta.get("kernel_name", kernel.fn.__name__)
 
 
 def size_of(tensor) -> int:
@@ -82,7 +92,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         inputs = [x for x in self.tensors((args, kwargs)) if x.is_cuda]
-        if getattr(func, "namespace", "") != "aten" or func.is_view or not inputs:
+        if getattr(func, "namespace", "") not in COMPUTING or func.is_view or not inputs:
             return func(*args, **kwargs)
         results = self.tensors([kwargs.get("out")])
         changed = self.tensors([value for argument, value in bound(func, args, kwargs) if argument.is_write])

@@ -2,7 +2,9 @@
 
 In the rehearsal's folder, for each rank R:
     rankR.log           what the script said, standard output and standard error in one order, with marks between: the
-                        ends of optimizer steps, and waits for the GPU
+                        ends of optimizer steps, and waits for the GPU. A script without an optimizer of torch's own
+                        has one all the same: it works from the end of a backward pass until the script calls
+                        zero_grad on its model
     rankR.collectives   one line a collective (written by the null GPU), the same marks between
     rankR.steps         what the device is asked to do once everything is compiled, in order (see recorder.py)
     rankR.json          memory at the end: peak, what held it (rank 0), out-of-memory if it came to that
@@ -25,6 +27,7 @@ import peak_memory
 
 HISTORY_EVENTS = 400_000  # allocations and frees that are remembered on rank 0: several full-size steps
 PATIENCE = 90  # seconds that a rank waits for rank 0 to compile a graph, before it does so itself
+LESS_PATIENCE = 3  # with a cache of an earlier run: rank 0 may have found there what another rank has to compile
 LABELLED_STEPS = 20  # optimizer steps after which the owners of memory are noted
 
 
@@ -62,6 +65,8 @@ def share_compiled_code(folder: str, rank: int) -> None:
     """
     if rank < int(os.environ["WORLD_SIZE"]) - 1:
         os.environ["LOCAL_RANK"] = "0"
+    if 0 < rank < int(os.environ["WORLD_SIZE"]) - 1:
+        os.nice(10)  # all wait for those two that compile
     if rank == 0:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(os.cpu_count() or 1, 8))
     compiled = open(f"{folder}/compiled", "ab", buffering=0)  # a byte for each graph that rank 0 has compiled
@@ -69,8 +74,8 @@ def share_compiled_code(folder: str, rank: int) -> None:
 
     def wait_for_the_first() -> None:
         """Until rank 0 has compiled as many graphs as this one needs now, or takes too long: no rank depends on it."""
-        patience = time.monotonic() + PATIENCE
-        while os.fstat(compiled.fileno()).st_size < own and time.monotonic() < patience:
+        until = time.monotonic() + (LESS_PATIENCE if os.environ["REHEARSAL_OLD_CACHE"] == "1" else PATIENCE)
+        while os.fstat(compiled.fileno()).st_size < own and time.monotonic() < until:
             time.sleep(0.02)
 
     def take_turns(module) -> None:
@@ -117,11 +122,14 @@ class Watcher:
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank = folder, rank
         self.optimizers: list = []  # in the order of their first step
+        self.script = os.path.abspath(os.environ["REHEARSAL_SCRIPT"])
         self.owners: list[dict] = []  # who owned which address, after each optimizer step
         self.out_of_memory: dict | None = None
         self.flops_before = 0
         self.stepped: set[int] = set()  # the optimizers that have done a step
-        self.recorder = None  # from the second step on
+        self.recorder = None  # from the second step on, or from the end of the warm-up
+        self.uses_torchs = False  # whether its optimizers are torch's; if not:
+        self.model = None  # whose gradients it clears
 
     def begin(self, torch) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -134,6 +142,7 @@ class Watcher:
         register_optimizer_step_pre_hook(self.before_optimizer)
         register_optimizer_step_post_hook(self.after_optimizer)
         self.mark_waits()
+        self.mark_updates()
         torch.cuda._lazy_call(self.watch_memory)
         self.summarise_at_the_end()
 
@@ -157,7 +166,9 @@ class Watcher:
             self.recorder.note(f"Optimizer {self.index_of(optimizer)} begins")
 
     def after_optimizer(self, optimizer, args, kwargs) -> None:
-        index = self.index_of(optimizer)
+        self.after_update(self.index_of(optimizer))
+
+    def after_update(self, index: int) -> None:
         mark = f"Optimizer {index} {self.flops_before} {self.count_flops()}\n".encode()
         os.write(self.collectives, mark)
         sys.stdout.flush()
@@ -166,7 +177,7 @@ class Watcher:
             self.note_owners()
         if self.recorder:
             self.recorder.note(f"Optimizer {index} ends")
-        elif index in self.stepped:  # its second step: everything of a step is compiled
+        elif index in self.stepped and self.uses_torchs:  # its second step: everything of a step is compiled
             self.start_recording()
         self.stepped.add(index)
 
@@ -175,17 +186,47 @@ class Watcher:
             self.optimizers.append(optimizer)
         return next(i for i, known in enumerate(self.optimizers) if optimizer is known)
 
+    def called_by_script(self) -> bool:
+        """Whether the script itself has called the function that asks this; not torch."""
+        return os.path.abspath(sys._getframe(2).f_code.co_filename) == self.script
+
+    def mark_updates(self) -> None:
+        """For a script that has none of torch's optimizers: its own work until it clears the gradients."""
+        optimizer, model = self.torch.optim.Optimizer, self.torch.nn.Module
+        initialise, backward, zero_grad = optimizer.__init__, self.torch.autograd.backward, model.zero_grad
+
+        def initialise_and_note(*args, **kwargs) -> None:
+            self.uses_torchs = True
+            initialise(*args, **kwargs)
+
+        def backward_and_mark(*args, **kwargs) -> None:
+            backward(*args, **kwargs)
+            if not self.uses_torchs:
+                self.flops_before = self.count_flops()
+                if self.recorder:
+                    self.recorder.note("Backward ends")
+
+        def mark_and_zero_grad(model, *args, **kwargs) -> None:
+            if not self.uses_torchs and self.called_by_script():
+                self.model = model
+                self.after_update(0)
+            zero_grad(model, *args, **kwargs)
+
+        optimizer.__init__, self.torch.autograd.backward = initialise_and_note, backward_and_mark
+        model.zero_grad = mark_and_zero_grad
+
     def mark_waits(self) -> None:
         """The script waits for the GPU before it starts its clock: each rank's own end of the warm-up."""
         wait = self.torch.cuda.synchronize
-        script = os.path.abspath(os.environ["REHEARSAL_SCRIPT"])
 
         def wait_and_mark(*args, **kwargs) -> None:
             wait(*args, **kwargs)
-            if os.path.abspath(sys._getframe(1).f_code.co_filename) == script:  # not torch's own, when it tunes
+            if self.called_by_script():  # not torch's own, when it tunes
                 sys.stdout.flush()
                 os.write(1, b"[rehearsal] Waited for the GPU\n")
                 os.write(self.collectives, f"Wait {self.count_flops()}\n".encode())
+                if self.stepped and not (self.recorder or self.uses_torchs):  # all is compiled: the warm-up ends
+                    self.start_recording()
                 if self.recorder:
                     self.recorder.note("Wait")
 
@@ -209,11 +250,14 @@ class Watcher:
     def note_owners(self) -> None:
         """Addresses of what lives from step to step, with the clock of the allocator's own history."""
         addresses = {}
+        parameters = list(self.model.parameters()) if self.model else []
         for optimizer in self.optimizers:
-            for param in (p for group in optimizer.param_groups for p in group["params"]):
-                addresses[param.untyped_storage().data_ptr()] = "parameters"
-                if param.grad is not None:
-                    addresses[param.grad.untyped_storage().data_ptr()] = "gradients"
+            parameters += [p for group in optimizer.param_groups for p in group["params"]]
+        for param in parameters:
+            addresses[param.untyped_storage().data_ptr()] = "parameters"
+            if param.grad is not None:
+                addresses[param.grad.untyped_storage().data_ptr()] = "gradients"
+            for optimizer in self.optimizers:
                 for value in optimizer.state.get(param, {}).values():
                     if self.torch.is_tensor(value) and value.is_cuda:
                         addresses[value.untyped_storage().data_ptr()] = "optimizer state"
