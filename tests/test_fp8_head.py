@@ -1,16 +1,28 @@
 """The head in FP8 against float64: its products, their gradients and the loss, as near as the formats allow."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
 import torch.nn.functional as F
-
-import train_gpt
-from train_gpt import GPT, Fp8Linear, Trainer, World, make_settings
+from helpers import load_record
 
 TOKENS, CHANNELS, ROWS = 128, 48, 384
-SCALES = dict(x=math.sqrt(CHANNELS) / 448, w=2**-9, gradient=1 / 448)
+PUBLISHED = {  # the scales of each record
+    "ShardedLongShort": dict(x=math.sqrt(CHANNELS) / 448, w=2**-9, gradient=1 / 448),
+    "NorMuonYarn": dict(x=100 / 448, w=1.5 / 448, gradient=0.75 / 448),
+}
+
+
+@pytest.fixture(params=PUBLISHED)
+def script(request):
+    return load_record(request.param)
+
+
+@pytest.fixture
+def scales(script) -> dict[str, float]:
+    return PUBLISHED[script.__name__.split("_")[1]]
 
 
 def rounded(x: torch.Tensor, scale: float, digits: int, smallest: int) -> torch.Tensor:
@@ -41,25 +53,25 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, w, gradient
 
 
-def fp8_and_gradients(x, w, gradient):
-    logits = Fp8Linear.apply(x, w)
+def fp8_and_gradients(script, x, w, gradient):
+    logits = script.Fp8Linear.apply(x, w)
     return logits, *torch.autograd.grad(logits, (x, w), gradient)
 
 
-def test_the_three_products_are_those_of_the_rounded_numbers(tensors):
+def test_the_three_products_are_those_of_the_rounded_numbers(script, scales, tensors):
     x, w, gradient = tensors
-    x8, w8, g8 = e4m3(x, SCALES["x"]), e4m3(w, SCALES["w"]), e5m2(gradient, SCALES["gradient"])
-    for found, expected in zip(fp8_and_gradients(*tensors), (x8 @ w8.T, g8 @ w8, g8.T @ x8), strict=True):
+    x8, w8, g8 = e4m3(x, scales["x"]), e4m3(w, scales["w"]), e5m2(gradient, scales["gradient"])
+    for found, expected in zip(fp8_and_gradients(script, *tensors), (x8 @ w8.T, g8 @ w8, g8.T @ x8), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-def test_the_three_products_are_as_near_to_the_exact_ones_as_the_formats_allow(tensors):
+def test_the_three_products_are_as_near_to_the_exact_ones_as_the_formats_allow(script, scales, tensors):
     """Rounding changes a number by at most half a unit of its last digit: e4m3 by 1/16 of it, e5m2 by 1/8, both by half
     of the smallest number that they have."""
     x, w, gradient = (tensor.detach().double() for tensor in tensors)
-    error_of_x = x.abs() / 16 + SCALES["x"] * 2**-10
-    error_of_w = w.abs() / 16 + SCALES["w"] * 2**-10
-    error_of_g = gradient.abs() / 8 + SCALES["gradient"] * 2**-17
+    error_of_x = x.abs() / 16 + scales["x"] * 2**-10
+    error_of_w = w.abs() / 16 + scales["w"] * 2**-10
+    error_of_g = gradient.abs() / 8 + scales["gradient"] * 2**-17
 
     def largest_error(a, b, error_of_a, error_of_b):
         return (a.abs() + error_of_a) @ (b.abs() + error_of_b) - a.abs() @ b.abs()
@@ -70,46 +82,56 @@ def test_the_three_products_are_as_near_to_the_exact_ones_as_the_formats_allow(t
         largest_error(gradient, w, error_of_g, error_of_w),
         largest_error(gradient.T, x, error_of_g.T, error_of_x),
     ]
-    for found, expected, bound in zip(fp8_and_gradients(*tensors), exact, allowed, strict=True):
+    for found, expected, bound in zip(fp8_and_gradients(script, *tensors), exact, allowed, strict=True):
         assert ((found - expected).abs() <= bound + 1e-5 * expected.abs().max()).all()
         relative = ((found - expected).norm() / expected.norm()).item()
         assert 0.001 < relative < 0.06, "errors of many numbers cancel for the most part"
 
 
-def test_products_have_the_dtype_of_the_input_and_the_weights_gradient_is_float32(tensors):
+def test_products_have_the_dtype_of_the_input_and_the_weights_gradient_is_float32(script, tensors):
     x, w, gradient = (tensor.detach() for tensor in tensors)
     x16, w = x.bfloat16().requires_grad_(), w.requires_grad_()
-    found = fp8_and_gradients(x16, w, gradient.bfloat16())
+    found = fp8_and_gradients(script, x16, w, gradient.bfloat16())
     assert [y.dtype for y in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
     assert [y.is_contiguous() for y in found] == [True, True, True]
-    for y, y32 in zip(found, fp8_and_gradients(*tensors), strict=True):
+    for y, y32 in zip(found, fp8_and_gradients(script, *tensors), strict=True):
         torch.testing.assert_close(y.float(), y32, rtol=0.05, atol=0.05 * y32.abs().max().item())
 
 
-def test_weights_beyond_the_range_are_cut_off_and_give_no_nan():
+def test_weights_beyond_the_range_are_cut_off_and_give_no_nan(script, scales):
     x = F.rms_norm(torch.randn(TOKENS, CHANNELS), (CHANNELS,))
-    w = torch.full((ROWS, CHANNELS), 5.0)
-    torch.testing.assert_close(Fp8Linear.apply(x, w), Fp8Linear.apply(x, w.clamp(max=448 / 512)), rtol=0, atol=0)
+    w, apply = torch.full((ROWS, CHANNELS), 5.0), script.Fp8Linear.apply
+    torch.testing.assert_close(apply(x, w), apply(x, w.clamp(max=448 * scales["w"])), rtol=0, atol=0)
     alone = F.rms_norm(torch.eye(CHANNELS)[:16], (CHANNELS,))  # the largest that a channel can be after the norm
-    assert Fp8Linear.apply(alone, torch.eye(CHANNELS) / 2).diagonal().sub(math.sqrt(CHANNELS) / 2).abs().max() < 1e-5
+    exact = e4m3(alone, scales["x"]) @ e4m3(torch.eye(CHANNELS) / 2, scales["w"])
+    torch.testing.assert_close(apply(alone, torch.eye(CHANNELS) / 2).double(), exact, rtol=1e-5, atol=1e-5)
+    assert exact.diagonal().min() > 0.9 * math.sqrt(CHANNELS) / 2
 
 
 # ---- In the model ----------------------------------------------------------------------------------------------------
 
 
-def settings_of(**changes):
+def settings_of(script, **changes):
     small = dict(vocab_size=257, document_token=256, num_layers=2, num_heads=2, model_dim=32, sequence_length=256)
     small |= dict(batch_sequences=4, val_sequence_length=256, val_tokens=1024, dtype="float32")
-    return make_settings(small | dict(fp8_head=True) | changes, processes=1, on_gpu=False)
+    return script.make_settings(small | dict(fp8_head=True) | changes, processes=1, on_gpu=False)
 
 
-def models() -> list[GPT]:
+def window_of(script) -> torch.Tensor:
+    """What the model takes beside inputs and targets: two blocks, or both windows."""
+    return torch.tensor(2 if script.__name__.endswith("ShardedLongShort") else [1, 2])
+
+
+def models(script) -> list[torch.nn.Module]:
     """The same model with the head in float32 and in FP8."""
     found = []
     for fp8 in (False, True):
         torch.manual_seed(0)
-        found.append(GPT(settings_of(fp8_head=fp8), use_flex=False))
+        found.append(script.GPT(settings_of(script, fp8_head=fp8), use_flex=False))
         with torch.no_grad():
+            if hasattr(script, "stages_of"):
+                found[-1].rotary.fit([2])
+                found[-1].shortcut_mix[0] = 0.5  # of smear, whose gate has no gradient else
             found[-1].head.weight.normal_(std=0.1)
             for block in found[-1].blocks:
                 block.attention.weights[-1].normal_(std=0.1)
@@ -120,24 +142,25 @@ def models() -> list[GPT]:
 def random_batch(sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(256, (2, sequences, 256), generator=torch.Generator().manual_seed(1))
     tokens[0, :, 0] = 256
-    return tokens[0].flatten().to(torch.int32), tokens[1].flatten()
+    return tokens[0].to(torch.int32), tokens[1]
 
 
-def test_loss_and_gradients_are_near_those_of_the_head_in_float64():
-    exact, fp8 = models()
+def test_loss_and_gradients_are_near_those_of_the_head_in_float64(script):
+    exact, fp8 = models(script)
     exact.double().dtype = torch.float64
-    inputs, targets = random_batch(1)
-    losses = [model(inputs, targets, torch.tensor(2)) * len(inputs) for model in (exact, fp8)]
+    inputs, targets = (tokens.flatten() for tokens in random_batch(1))
+    losses = [model(inputs, targets, window_of(script)) * len(inputs) for model in (exact, fp8)]
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
     for loss in losses:
         loss.backward()
     for (name, param), other in zip(exact.named_parameters(), fp8.parameters(), strict=True):
         difference = (param.grad - other.grad).norm() / param.grad.norm()
-        assert 1e-4 < difference < 0.1, name
+        few = param.ndim == 1  # mixing weights: the errors of two or three sums do not cancel
+        assert 1e-4 < difference < (0.3 if few else 0.1), name
 
 
-def test_validation_and_what_trains_without_fp8_do_not_use_it():
-    exact, fp8 = models()
+def test_validation_and_what_trains_without_fp8_do_not_use_it(script):
+    exact, fp8 = models(script)
     x = torch.randn(TOKENS, 32)
     expected = 30 * torch.sigmoid(x @ exact.head.weight.T / 7.5)
     torch.testing.assert_close(exact.logits(x), expected)
@@ -145,13 +168,14 @@ def test_validation_and_what_trains_without_fp8_do_not_use_it():
     assert not torch.allclose(fp8.train().logits(x), expected)
 
 
-def test_the_gradient_of_a_token_does_not_depend_on_how_many_others_are_with_it():
+def test_the_gradient_of_a_token_does_not_depend_on_how_many_others_are_with_it(script):
     """The loss is a sum, so the scale of its gradient fits any length, number of micro-batches and of processes."""
-    trainers = [Trainer(settings_of(), World(0, 1, torch.device("cpu"))) for _ in range(2)]
+    trainers = [script.Trainer(settings_of(script), script.World(0, 1, torch.device("cpu"))) for _ in range(2)]
     inputs, targets = random_batch(4)
-    one_by_one = list(zip(inputs.split(256), targets.split(256), strict=True))
+    one_by_one = list(zip(inputs, targets, strict=True))
+    side_by_side = (inputs, targets) if hasattr(script, "stages_of") else (inputs.flatten(), targets.flatten())
     gradients = []
-    for trainer, batch in zip(trainers, ([(inputs, targets)], one_by_one), strict=True):
+    for trainer, batch in zip(trainers, ([side_by_side], one_by_one), strict=True):
         with torch.no_grad():
             trainer.model.head.weight.normal_(generator=torch.Generator().manual_seed(2)).mul_(0.1)
         loss, _ = trainer.backward(batch, step=0)
@@ -160,8 +184,8 @@ def test_the_gradient_of_a_token_does_not_depend_on_how_many_others_are_with_it(
         torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5 * apart.abs().max().item())
 
 
-def test_the_head_is_compiled_without_a_break_in_the_graph():
-    _, fp8 = models()
+def test_the_head_is_compiled_without_a_break_in_the_graph(script):
+    _, fp8 = models(script)
     x = F.rms_norm(torch.randn(TOKENS, 32), (32,)).requires_grad_()
     compiled = torch.compile(fp8.logits, backend="aot_eager", fullgraph=True, dynamic=False)
     found = [torch.autograd.grad(logits(x).sum(), (x, fp8.head.weight)) for logits in (fp8.logits, compiled)]
@@ -170,18 +194,17 @@ def test_the_head_is_compiled_without_a_break_in_the_graph():
 
 
 @pytest.mark.parametrize("capability, fp8", [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
-def test_gpus_before_sm_89_train_without_fp8(monkeypatch, capability, fp8):
+def test_gpus_before_sm_89_train_without_fp8(script, monkeypatch, capability, fp8):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    saved = train_gpt.asdict(make_settings({}, 8, on_gpu=True))
+    make_settings = script.make_settings
+    saved = asdict(make_settings({}, 8, on_gpu=True))
     assert saved["fp8_head"] == fp8 and not make_settings(dict(fp8_head=False), 8, on_gpu=True).fp8_head
     assert make_settings({}, 8, on_gpu=True, saved=saved | dict(fp8_head=True)).fp8_head == fp8  # resumed elsewhere
     assert not make_settings({}, 2, on_gpu=False).fp8_head
 
 
-def test_a_width_that_fp8_cannot_multiply_is_refused():
-    with pytest.raises(
-        train_gpt.UserError, match="--fp8_head True: this must hold: model_dim % 16 == 0 or not fp8_head"
-    ):
-        settings_of(model_dim=40)
-    settings_of(model_dim=40, fp8_head=False)
+def test_a_width_that_fp8_cannot_multiply_is_refused(script):
+    with pytest.raises(script.UserError, match="--fp8_head True: this must hold: model_dim % 16 == 0 or not fp8_head"):
+        settings_of(script, model_dim=40)
+    settings_of(script, model_dim=40, fp8_head=False)

@@ -1,4 +1,7 @@
-"""The shards and the loader against the token stream itself, searched for document starts in one go."""
+"""The shards, and ShardedLongShort's loader against the token stream itself, searched for document starts in one go.
+
+The loader of the record after it, which fills sequences with documents, is in test_normuon_yarn.py.
+"""
 
 import os
 import struct
@@ -8,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import write_shard
+from helpers import load_record, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train_gpt import DistributedDataLoader, Shard, UserError, World, make_settings
+SCRIPTS = load_record("ShardedLongShort"), load_record("NorMuonYarn")
+SHARDED, _ = SCRIPTS
+of_both = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 
 LENGTH, SEQUENCES = 128, 9
 BATCH = LENGTH * SEQUENCES
@@ -20,10 +25,15 @@ VOCABULARY = 257
 START = 59_999  # the document token
 
 
-def loader(folder, rank=0, size=1, **changes) -> DistributedDataLoader:
+def read(shard, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """So many inputs and their targets, from the first on."""
+    return shard.read(first, length) if isinstance(shard, SHARDED.Shard) else shard.read((first, first + length + 1))
+
+
+def loader(folder, rank=0, size=1, **changes):
     wanted = dict(vocab_size=60000, document_token=START, sequence_length=LENGTH, batch_sequences=SEQUENCES)
-    s = make_settings(wanted | dict(train_files=f"{folder}/s_*.bin") | changes, processes=size, on_gpu=False)
-    return DistributedDataLoader(s, World(rank, size, torch.device("cpu")))
+    s = SHARDED.make_settings(wanted | dict(train_files=f"{folder}/s_*.bin") | changes, processes=size, on_gpu=False)
+    return SHARDED.DistributedDataLoader(s, SHARDED.World(rank, size, torch.device("cpu")))
 
 
 @pytest.fixture
@@ -88,7 +98,7 @@ def test_wherever_documents_start_the_sequences_are_those_found_by_hand(lengths,
         write_shard(Path(folder) / "s_0.bin", tokens)
         expected = batches_by_hand(Path(folder), 4, sequences=sequences, document=256)
         if expected is None:
-            with pytest.raises(UserError, match="no shard of"):
+            with pytest.raises(SHARDED.UserError, match="no shard of"):
                 loader(folder, **wanted)
             return
         ours = loader(folder, **wanted)
@@ -116,50 +126,60 @@ def test_shards_without_a_batch_of_sequences_that_start_at_documents_are_refused
     loader(tmp_path)
     tokens[200] = 0  # now a start is missing
     write_shard(tmp_path / "s_0.bin", tokens)
-    with pytest.raises(UserError, match=r"no shard of .* has 9 x 128 tokens that start at a document"):
+    with pytest.raises(SHARDED.UserError, match=r"no shard of .* has 9 x 128 tokens that start at a document"):
         loader(tmp_path)
 
 
-def test_every_shard_is_checked_at_the_start_not_when_it_is_reached(three_shards):
+@of_both
+def test_every_shard_is_checked_at_the_start_not_when_it_is_reached(script, three_shards):
     os.truncate(three_shards / "s_2.bin", 3000)
-    with pytest.raises(UserError, match=r"s_2.bin: 3000 bytes do not fit its \d+ tokens; fetch or make it again"):
-        loader(three_shards)
+    s = script.make_settings(dict(train_files=f"{three_shards}/s_*.bin"), processes=1, on_gpu=False)
+    with pytest.raises(
+        script.UserError, match=r"s_2.bin: 3000 bytes do not fit its \d+ tokens; fetch or make it again"
+    ):
+        script.DistributedDataLoader(s, script.World(0, 1, torch.device("cpu")))
 
 
-def test_a_token_outside_the_vocabulary_is_named_when_it_is_read(tmp_path):
-    shard = Shard(str(write_shard(tmp_path / "bad.bin", np.array([1, 2, 257, 3]))), VOCABULARY)
-    assert shard.read(0, 1) == (torch.tensor([1]), torch.tensor([2]))
-    with pytest.raises(UserError, match=r"bad\.bin: token 257 is outside the vocabulary of 257"):
-        shard.read(0, 2)
+# ---- Shards ----------------------------------------------------------------------------------------------------------
 
 
+@of_both
+def test_a_token_outside_the_vocabulary_is_named_when_it_is_read(script, tmp_path):
+    shard = script.Shard(str(write_shard(tmp_path / "bad.bin", np.array([1, 2, 257, 3]))), VOCABULARY)
+    assert read(shard, 0, 1) == (torch.tensor([1]), torch.tensor([2]))
+    with pytest.raises(script.UserError, match=r"bad\.bin: token 257 is outside the vocabulary of 257"):
+        read(shard, 0, 2)
+
+
+@of_both
 @pytest.mark.parametrize("name", ["nowhere.bin", "fifo", "folder", "zero"])
-def test_what_is_no_file_is_refused_at_once_with_the_way_to_get_shards(tmp_path, name):
+def test_what_is_no_file_is_refused_at_once_with_the_way_to_get_shards(script, tmp_path, name):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     (tmp_path / "zero").symlink_to("/dev/zero")
-    with pytest.raises(
-        UserError, match=r"no token shard; data/cached_fineweb10B.py and data/embedded_corpus.py make them"
-    ):
-        Shard(str(tmp_path / name), VOCABULARY)
+    how = "no token shard; data/cached_fineweb10B.py and data/embedded_corpus.py make them"
+    with pytest.raises(script.UserError, match=how):
+        script.Shard(str(tmp_path / name), VOCABULARY)
 
 
+@of_both
 @pytest.mark.parametrize("size", [1100, 9000])
-def test_a_shard_that_changes_its_size_while_in_use_is_noticed(tmp_path, size):
+def test_a_shard_that_changes_its_size_while_in_use_is_noticed(script, tmp_path, size):
     path = write_shard(tmp_path / "s.bin", np.arange(1000))
-    shard = Shard(str(path), 60000)
+    shard = script.Shard(str(path), 60000)
     os.truncate(path, size)
-    with pytest.raises(UserError, match="its size changed while it was in use"):
-        shard.read(0, 128)
+    with pytest.raises(script.UserError, match="its size changed while it was in use"):
+        read(shard, 0, 128)
 
 
-def test_the_fingerprint_tells_shards_apart(tmp_path):
+@of_both
+def test_the_fingerprint_tells_shards_apart(script, tmp_path):
     prints = []
     for i, place in enumerate([None, 10, 1_999_990]):  # the middle of a large shard is not looked at
         tokens = np.zeros(2_000_000, dtype=np.int64)
         if place is not None:
             tokens[place] = 1
-        prints.append(Shard(str(write_shard(tmp_path / f"{i}" / "s.bin", tokens)), VOCABULARY).fingerprint())
+        prints.append(script.Shard(str(write_shard(tmp_path / f"{i}" / "s.bin", tokens)), VOCABULARY).fingerprint())
     assert len({entry["sha256"] for entry in prints}) == 3
     assert prints[0]["file"] == "s.bin" and prints[0]["tokens"] == 2_000_000
 
@@ -206,16 +226,17 @@ def tokens_by_hand(content: bytes) -> list[int] | None:
     return tokens if max(tokens) < VOCABULARY else None
 
 
+@of_both
 @settings(max_examples=200, deadline=None)
 @given(damaged_shards())
-def test_a_bad_shard_is_one_clear_line_and_a_good_one_is_read_right(content):
+def test_a_bad_shard_is_one_clear_line_and_a_good_one_is_read_right(script, content):
     expected = tokens_by_hand(content)
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(content)
         file.flush()
         try:
-            shard = Shard(file.name, VOCABULARY)
-            inputs, targets = shard.read(0, len(shard.tokens) - 1)
+            shard = script.Shard(file.name, VOCABULARY)
+            inputs, targets = read(shard, 0, len(shard.tokens) - 1)
             assert (inputs.tolist(), targets.tolist()) == (expected[:-1], expected[1:])
-        except UserError as error:
+        except script.UserError as error:
             assert expected is None and file.name in str(error) and "\n" not in str(error)

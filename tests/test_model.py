@@ -1,18 +1,20 @@
-"""The GPT against a second one, written out token by token in float64."""
+"""ShardedLongShort's GPT against a second one, written out token by token in float64; test_normuon_yarn.py does the
+same with the model of the record after it."""
 
 import math
 
 import pytest
 import torch
+from helpers import load_record
 
-from train_gpt import BLOCK, GPT, Rotary, Settings, make_settings
-
+script = load_record("ShardedLongShort")
+BLOCK, GPT, Rotary, Settings, make_settings = 128, script.GPT, script.Rotary, script.Settings, script.make_settings
 DOCUMENT = 49
 
 
 def small_settings(**changes) -> Settings:
     small = dict(vocab_size=50, document_token=DOCUMENT, num_heads=2, model_dim=16, sequence_length=512)
-    small |= dict(val_sequence_length=512, val_tokens=512, dtype="float32")
+    small |= dict(val_sequence_length=512, val_tokens=512, dtype="float32", attention_scale=0.2)
     return make_settings(small | changes, processes=1, on_gpu=False)
 
 

@@ -1,9 +1,12 @@
-"""Muon against singular value decompositions and a plain loop; test_shares.py has it on several processes."""
+"""ShardedLongShort's Muon against singular value decompositions and a plain loop; test_shares.py has it on several
+processes, test_normuon_yarn.py has NorMuon."""
 
 import pytest
 import torch
+from helpers import load_record
 
-from train_gpt import Muon, make_settings, newton_schulz
+script = load_record("ShardedLongShort")
+Muon, make_settings, newton_schulz = script.Muon, script.make_settings, script.newton_schulz
 
 SHAPES = [(64, 64), (32, 96), (1, 50)]
 SETTINGS = make_settings(dict(dtype="float32", muon_lr=0.05, momentum_start=0.9), processes=1, on_gpu=False)

@@ -124,6 +124,36 @@ def test_visible_blocks_are_those_of_drawn_documents_in_a_row():
     assert predict.visible_blocks(window) == pytest.approx((masked, full), rel=0.01)
 
 
+def test_documents_that_a_script_cuts_are_shorter():
+    cut, drawn = (
+        predict.Documents(longest=1024),
+        np.random.default_rng(0).lognormal(math.log(403), math.sqrt(2 * math.log(690 / 403)), 2_000_000),
+    )
+    drawn = np.minimum(drawn, 1024)
+    for tokens in (2, 128, 512, 900):
+        starts = np.maximum(drawn - (tokens - 1), 0).sum() / drawn.sum()
+        assert cut.share_within(tokens) == pytest.approx(starts, abs=0.01)
+    assert cut.share_within(1025) == cut.share_within(5000) == 0
+
+
+def test_a_window_that_cuts_its_last_block_has_it_masked():
+    assert predict.visible_blocks(1, cut=True) == predict.visible_blocks(1)
+    (masked, full), (masked_before, full_before) = predict.visible_blocks(4, cut=True), predict.visible_blocks(3)
+    assert full == full_before and masked > masked_before
+    assert masked + full == pytest.approx(sum(predict.visible_blocks(4)))
+
+
+def test_layers_with_the_short_mask_have_half_the_window_or_that_of_the_table():
+    long, short = attention(), attention(short=True)
+    taken = [predict.attention_seconds(long, window, H100, Rates()) for window in range(1, 8)]
+    assert predict.attention_seconds(short, 7, H100, Rates()) == taken[2]
+    assert predict.attention_seconds(short, 1, H100, Rates()) == taken[0]  # never less than a block
+    assert [predict.attention_seconds(item, predict.Windows(6, 2), H100, Rates()) for item in (long, short)] == [
+        taken[5],
+        taken[1],
+    ]
+
+
 def test_without_a_list_of_full_blocks_every_block_is_masked():
     with_list, without = (
         predict.attention_seconds(attention(full_blocks=listed), 8, H100, Rates()) for listed in (True, False)
@@ -205,6 +235,38 @@ def test_the_run_is_the_mean_over_its_steps_and_says_tokens_and_utilisation():
     assert found["tokens_per_second"] == pytest.approx(8 * 65536 * 28 / sum(by_hand))
     assert [found[name]["window"] for name in ("first", "middle", "last")] == [1, 7, 14]
     assert 0 < found["flop_utilisation"] < Rates().products
+
+
+def test_a_run_in_stages_is_the_mean_of_its_stages():
+    def stage(tokens: int, count: int, windows: list[int], **more) -> dict:
+        items = [product(tokens, 3072, 768), attention(tokens), attention(tokens, backward=True, short=True)]
+        return a_run(items, steps=count, tokens=8 * tokens, window_blocks=windows, **more)
+
+    stages = [stage(16384, 3, [1, 3]), stage(49152, 1, [5, 11])]
+    found = predict.predict({"stages": stages, "ranks": 8, "steps": 4, "tokens": 8 * 49152})
+    alone = [
+        sum(predict.step_seconds(stages[0], predict.Windows(3, 1)).values()),
+        sum(predict.step_seconds(stages[1], predict.Windows(11, 5)).values()),
+    ]
+    assert [column["ms"] for column in found["stages"]] == pytest.approx([1e3 * seconds for seconds in alone])
+    assert found["minutes"] == pytest.approx((3 * alone[0] + alone[1]) / 60)
+    assert found["tokens_per_second"] == pytest.approx(8 * (3 * 16384 + 49152) / (3 * alone[0] + alone[1]))
+    assert found["run"]["ms"] == pytest.approx(1e3 * (3 * alone[0] + alone[1]) / 4)
+    text = "\n".join(report.prediction_lines(json.loads(json.dumps(found))))
+    assert re.search(r"stage 1 +stage 2 +run\n.* 3, 1 +11, 5 +5\.0\n +steps +3 +1 +4\n", text)
+    exact = stage(49152, 1, [5, 11], mask="window")  # reaches into one block more
+    assert predict.windows_of(exact) == [(12, 6, True)]
+    assert elsewhere.tables({"stages": stages, "ranks": 8})["numbers_ms"]["8"] == pytest.approx(found["run"]["ms"])
+
+
+def test_counts_of_several_steps_are_divided_among_them():
+    one, two = a_run([kernel(10**9)]), a_run([kernel(10**9)], [[0, 0]] * 2, counted_steps=2)
+    assert predict.step_seconds(two, 1) == pytest.approx(predict.step_seconds(one, 1))
+    assert predict.model_flops(a_run([attention()], [[0, 0]] * 2, counted_steps=2)) == pytest.approx(
+        predict.model_flops(a_run([attention()]))
+    )
+    found = compare.of_reports(a_report(one), a_report(two))
+    assert found["items"] == [] and found["figures"]["launches per step"] == {"ours": 1, "other": 1}
 
 
 # ---- More work never gets cheaper ------------------------------------------------------------------------------------
@@ -313,7 +375,7 @@ def test_a_trace_becomes_items_and_their_order(tmp_path):
     (tmp_path / "triton" / "K").mkdir(parents=True)
     (tmp_path / "triton" / "K" / "triton_red.ptx").write_text(PTX)
     (tmp_path / "triton" / "K" / "triton_red.json").write_text('{"shared": 64}')
-    counts = steps.count(TRACE, tmp_path, {50257, 50304})
+    (counts,) = steps.count(TRACE, tmp_path, {50257, 50304}, [])
     kinds = [(item["kind"], item["part"]) for item in counts["items"]]
     assert set(kinds) == {
         ("kernel", "other kernels"),
@@ -346,9 +408,13 @@ def test_steps_begin_at_the_last_wait_and_the_most_frequent_is_typical():
     step = ["launch", "Optimizer 0 begins", "Optimizer 0 ends", "Optimizer 1 begins", "Optimizer 1 ends"]
     validation = ["Wait", "launch", "launch", "Wait"]
     lines = [*step[3:], *validation, *step, *step, *validation, *step]
-    assert steps.cut(lines) == [step[3:], step, step, step]
-    longer = ["launch", *step]
-    assert steps.typical([["x"], longer, step, step]) == step
+    waited = ["Wait", *step]
+    assert steps.cut(lines) == [step[3:], waited, step, waited]
+    assert steps.typical(steps.cut(lines)) == [step]
+    longer = ["Wait", "launch", *step]
+    assert steps.typical([["x"], longer, waited, waited]) == [waited]  # none without a wait before it
+    rare = ["launch", *step]
+    assert steps.typical([step, longer, step, rare, step]) == [rare, step]  # it takes two until they repeat
 
 
 def test_an_optimizer_that_skips_steps_does_not_join_them():
@@ -356,19 +422,74 @@ def test_an_optimizer_that_skips_steps_does_not_join_them():
     assert steps.cut([*both, *both[2:], *both]) == [both, both[2:], both]
 
 
+def test_a_scripts_own_optimizer_works_from_the_last_backward_pass_on():
+    step = ["product 8 8 8 1 bfloat16 0", "Backward ends", "product 9 9 9 1 bfloat16 0", "Backward ends"]
+    step += ["product 7 7 7 1 bfloat16 0", "Optimizer 0 ends"]
+    (counts,) = steps.count("\n".join(["Wait", *step, *step, *step]), Path("/nowhere"), set(), [])
+    parts = {item["m"]: item["part"] for item in counts["items"]}
+    assert parts == {8: "matrix products", 9: "matrix products", 7: "optimizer"} and counts["counted_steps"] == 1
+
+
+def test_each_stage_has_its_own_counts():
+    def step(tokens: int, wait: bool) -> list[str]:
+        work = [f"product {tokens} 8 8 1 bfloat16 0", "Backward ends", "Optimizer 0 ends"]
+        return ["Wait", "product 1 1 1 1 bfloat16 0", *work] if wait else work
+
+    trace = [line for tokens in (16, 32) for number in range(3) for line in step(tokens, number == 0)]
+    stages = [readings.Stage(0, 3, 16, 1, 3), readings.Stage(3, 3, 32, 1, 3)]
+    found = steps.count("\n".join(trace), Path("/nowhere"), set(), stages)
+    assert [[item["m"] for item in counts["items"]] for counts in found] == [[16], [32]]
+    assert steps.count("\n".join(trace[:5]), Path("/nowhere"), set(), stages) == []  # it did not get that far
+
+
+def test_the_steps_of_a_stage_are_those_of_the_whole_run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "STAGES = '684 1 1 1 3  683 2 1 3 7  40 2 1 6 13  0 2 1 6 20'\nclass Hyperparameters:\n"
+        "    sequence_length: int = 128\n    batch_sequences: int = 8\n    num_iterations: int = 1407\n"
+        "    max_document: int = 100\n    stages: str = STAGES\n"
+    )
+    known = readings.settings_of(script.read_text())
+    rehearsed = launch.few_steps_per_stage(known["stages"])
+    step = ["product 128 8 8 1 bfloat16 0", "Backward ends", "Optimizer 0 ends"]
+    (tmp_path / "rank0.steps").write_text("\n".join(["Wait", *step * 12]))
+    run = launch.Run(tmp_path, 8, 0, 1.0, 0)
+    counts = report.count_step(run, tmp_path, script, known | rehearsed)
+    told = [(stage["steps"], stage["tokens"], stage["window_blocks"]) for stage in counts["stages"]]
+    assert told == [(684, 8 * 128, [1, 3]), (683, 8 * 256, [3, 7]), (40, 8 * 256, [6, 13])]
+    assert predict.documents_of(counts["stages"][0]).longest == 100 and predict.predict(counts)["steps"] == 1407
+    given = {"stages": "1 1 1 1 3  2 2 1 3 7  0 2 1 6 20", "num_iterations": "12"}  # the user's table
+    counts = report.count_step(run, tmp_path, script, known | rehearsed | given)
+    assert [stage["steps"] for stage in counts["stages"]] == [469, 938]
+
+
+def test_the_mask_of_most_layers_is_the_short_one():
+    kernels = {0: {"template": {"BLOCK_M": 128}}, 1: {"template": {"BLOCK_M1": 64}}, 2: {"template": {}}}
+    lines = ["inductor 0 11", "inductor 0 22", "inductor 2 0", "inductor 0 22", "inductor 1 22", "inductor 1 11"]
+    lines += ["inductor 1 22", "inductor 0 22", "inductor 0 11", "inductor 0 11", "inductor 1 33"]
+    told = [line.split()[2] for line in steps.short_masks(lines, kernels)]
+    assert told == ["long", "short", "0", "short", "short", "long", "short", "long", "short", "short", "33"]
+
+
+def test_a_heads_kernel_is_no_mask_of_all_pairs_of_tokens():
+    head = kernel(1, elements=49152 * 50304)
+    assert steps.mask_of([attention(49152), head]) == "blocks"
+    assert steps.mask_of([attention(49152), head, kernel(1, elements=49152**2)]) == "tokens"
+
+
 def test_random_traces_are_read_or_refused_without_a_crash():
     words = TRACE.splitlines()
     rng = random.Random(0)
     for _ in range(50):
         some = [line for line in words if line.startswith("kernel") or rng.random() < 0.7]
-        counts = steps.count("\n".join(some), Path("/nowhere"), {50304})
-        assert counts is None or sum(predict.step_seconds(a_run(**counts), 1).values()) >= 0
+        for counts in steps.count("\n".join(some), Path("/nowhere"), {50304}, []):
+            assert sum(predict.step_seconds(a_run(**counts), 1).values()) >= 0
 
 
 def test_counts_do_not_depend_on_the_handles_of_streams_and_events(tmp_path):
     renamed = TRACE.replace("e1", "x").replace("e2", "y").replace("e3", "e1").replace(" n\n", " m\n")
     renamed = renamed.replace("await n", "await m")
-    assert steps.count(renamed, tmp_path, set()) == steps.count(TRACE, tmp_path, set())
+    assert steps.count(renamed, tmp_path, set(), []) == steps.count(TRACE, tmp_path, set(), [])
 
 
 # ---- What is published -----------------------------------------------------------------------------------------------
@@ -392,16 +513,17 @@ def test_the_table_in_the_readme_is_the_one_that_the_kept_counts_give():
 
 def test_the_records_that_were_held_out_are_predicted_within_five_percent():
     found = calibration.errors()
-    assert len(found) == 4 and max(map(abs, found)) < 0.05
+    assert len(found) == len(calibration.PUBLISHED) - 1 >= 5 and max(map(abs, found)) < 0.05
 
 
 def test_kept_counts_are_small_and_of_the_records_at_full_size():
     for record in calibration.PUBLISHED:
         path = calibration.FOLDER / f"{record}.json"
         counts = json.loads(path.read_text())
-        assert path.stat().st_size < 60_000
-        assert (counts["tokens"], counts["ranks"]) == (524288, 8)
+        assert path.stat().st_size < 60_000 * len(predict.stages_in(counts))
         script = readings.settings_of((ROOT / "records" / record / "train_gpt.py").read_text())
+        length = max([script["sequence_length"], *(stage.length for stage in readings.stages_of(script))])
+        assert (counts["tokens"], counts["ranks"]) == (length * script["batch_sequences"], 8)
         assert counts["steps"] == script["num_iterations"]
 
 
@@ -595,6 +717,20 @@ def test_spills_are_those_of_kernels_that_run_and_name_their_alternatives():
         ("a", False, 1),
     ]
     assert all(kernel["runs"] for kernel in readings.spills_of(kernels, set()))  # no step to know from
+
+
+def test_attention_that_spills_is_told_by_its_pass_and_not_by_what_was_fused_into_it():
+    names = {
+        "triton_tem_fused__fused_rms_norm__to_copy_add_flex_attention_backward_mul_roll_38": "attention backward",
+        "triton_tem_fused_add_flex_attention_select_backward_7": "attention forward",
+        "triton_red_fused_flex_attention_backward_mul_10": "",
+    }
+    assert {name: report.attention_pass(name) for name in names} == names
+    known = {"runs": True, "stack_bytes": 48, "registers": 255, "warps": 8, "spill_free_alternatives": 0}
+    lines = report.kernel_lines([{"name": name, **known} for name in [*names, next(iter(names))]])
+    assert lines[0].endswith("4 kernels that run")
+    assert lines[1].endswith("attention backward (255 registers, 8 warps), no configurations without, 2 kernels")
+    assert "attention forward" in lines[2] and "triton_red_fused" in lines[3]
 
 
 def test_what_the_code_itself_keeps_in_local_memory_is_no_spill():

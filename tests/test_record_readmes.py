@@ -59,15 +59,17 @@ def test_the_table_of_all_records_is_that_of_their_logs():
         return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
     rows = re.findall(r"^\| \[.*\]\(.*\) \|.*$", (ROOT / "records/README.md").read_text(), re.MULTILINE)
-    told = [(name, *rest) for name, _, _, *rest in map(cells, rows)]
+    told = [tuple(row) for *row, _ in map(cells, rows)]
     slowest, expected = None, []
     for folder in RECORDS:
+        measured = "not measured yet", "", "", "", ""
         if runs := runs_of(folder):
             _, steps, losses, seconds = zip(*runs.values(), strict=True)
             slowest = slowest or statistics.mean(seconds)  # the first record, which the others are compared with
+            figures = mean_and_spread(losses, 4), f"{mean_and_spread(seconds, 1)} s"
             times = f"{slowest / statistics.mean(seconds):.1f} times"
-            measured = mean_and_spread(losses, 4), f"{mean_and_spread(seconds, 1)} s"
-            expected.append((f"[{folder.name}]({folder.name})", str(len(steps)), f"{steps[0]:,}", *measured, times))
+            measured = str(len(steps)), f"{steps[0]:,}", *figures, times
+        expected.append((f"[{folder.name}]({folder.name})", *measured))
     assert told == expected
 
 

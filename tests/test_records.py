@@ -7,7 +7,6 @@ them; a test of one record's idea names it, and nothing here can be collected if
 import ast
 import difflib
 import gc
-import importlib.util
 import itertools
 import math
 import os
@@ -24,34 +23,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import ROOT, made_up_tokens, only_log, run_script, train_losses, val_losses, write_shard
+from helpers import ROOT, load_record, made_up_tokens, only_log, run_script, train_losses, val_losses, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 BLOCK = 128
 FOLDERS = sorted(path.parent for path in (ROOT / "records").glob("*/train_gpt.py"))
-
-
-def load(folder):
-    """A record's script as a module with the name of its folder."""
-    spec = importlib.util.spec_from_file_location(folder.name, folder / "train_gpt.py")
-    module = sys.modules[folder.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPTS = {folder.name: load(folder) for folder in FOLDERS}
-
-
-def record(name: str):
-    (script,) = (script for folder, script in SCRIPTS.items() if folder.split("_", 1)[1] == name)
-    return script
-
-
-BASELINE, WINDOW_WARMUP, UNET = record("Baseline"), record("WindowWarmup"), record("UNetValueEmbeds")
-BLOCK_WINDOW, SPARSIFY, SOFT_CAP = record("BlockWindow"), record("SparsifyEmbeds"), record("SoftCap")
-SHARDED = record("ShardedLongShort")
+SCRIPTS = {folder.name: load_record(folder.name.split("_", 1)[1]) for folder in FOLDERS}
+BASELINE, WINDOW_WARMUP, UNET = map(load_record, ("Baseline", "WindowWarmup", "UNetValueEmbeds"))
+BLOCK_WINDOW, SPARSIFY, SOFT_CAP = map(load_record, ("BlockWindow", "SparsifyEmbeds", "SoftCap"))
+SHARDED, NORMUON = load_record("ShardedLongShort"), load_record("NorMuonYarn")
 SYSTEMS = [WINDOW_WARMUP, UNET, BLOCK_WINDOW, SPARSIFY, SOFT_CAP]
 MAKE_MASK = {
     WINDOW_WARMUP: WINDOW_WARMUP.document_block_mask,
@@ -66,8 +48,10 @@ SMALL = dict(vocab_size=257, document_token=256, num_layers=2, num_heads=2, mode
 SMALL |= dict(
     context_length=128, batch_sequences=4, window_start=128, window_end=384, num_iterations=4, lr=0.01, lr_warmup=1
 )
-SMALL |= dict(val_tokens=1024, val_loss_every=0, dtype="float32", compile=False, kernel_warmup_steps=1)
-SMALL |= dict(val_sequence_length=256, fp8_head=False)
+SMALL |= dict(val_tokens=1024, val_loss_every=0, dtype="float32", compile=False, kernel_warmup_steps=2)
+SMALL |= dict(
+    val_sequence_length=256, fp8_head=False, adam_every=2, stages="2 1 1 1 1  1 1 1 1 2  1 1 1 2 2  0 1 1 2 3"
+)
 
 
 def name_of(value):
@@ -127,8 +111,8 @@ def batch_of(script, sequences):
 
 
 def windows_of(trainer) -> list[torch.Tensor]:
-    """What the model takes beside inputs and targets: the window, in tokens or in blocks as the record counts."""
-    return [getattr(trainer, name) for name in ("window", "window_blocks") if hasattr(trainer, name)]
+    """What the model takes beside inputs and targets: its windows, in tokens or in blocks as the record counts."""
+    return [getattr(trainer, name) for name in ("window", "window_blocks", "windows") if hasattr(trainer, name)]
 
 
 # ---- All records: settings, plumbing, data ---------------------------------------------------------------------------
@@ -144,7 +128,8 @@ def test_the_defaults_are_the_8xh100_run_and_a_cpu_changes_what_has_a_value_for_
     for processes in (1, 2):
         cpu = script.make_settings({}, processes, on_gpu=False)
         assert cpu == replace(full, **changes, dtype=cpu.dtype)
-    assert full.sequence_length * full.batch_sequences == (393216 if script is SHARDED else 524288)
+    tokens = {SHARDED: 393216, NORMUON: 131072}.get(script, 524288)  # with the last, in the first stage
+    assert full.sequence_length * full.batch_sequences == tokens
     assert full.val_tokens == 10485760
     assert (full.val_loss_every, full.save_every, full.recompute) == (125, 0, False)
     assert full.target_loss == 3.28 and cpu.val_loss_every and cpu.save_every
@@ -268,6 +253,35 @@ PLUMBING_CHANGES = {
         "Run.train": ["""+log.note(f"head     trained in {'FP8' if s.fp8_head else s.dtype}")"""],
         "main": [f"-{HALVE}", f"+hint = {HINT}", '+ending, code = f"out of memory: {hint}", 2'],
     },
+    NORMUON: {
+        **dict.fromkeys(["STAGES", "CPU_STAGES", "Stage", "stages_of", "stage_at"], ANYTHING),
+        "make_settings": ["+stages_of(s)"],
+        **dict.fromkeys(["Shard.read", "Shard.find", "Shard.documents"], ANYTHING),
+        "DistributedDataLoader.": ANYTHING,  # its docstring
+        "DistributedDataLoader.__init__": ANYTHING,
+        **dict.fromkeys([f"DistributedDataLoader.{name}" for name in ("find_batch", "next_batch")], ANYTHING),
+        **dict.fromkeys([f"DistributedDataLoader.{name}" for name in ("read_batch", "batches")], ANYTHING),
+        "Run.__init__": [
+            "-self.loader = DistributedDataLoader(s, world)",
+            '+self.loader, self.position = DistributedDataLoader(s, world), self.saved.get("position", [0, 0])',
+        ],
+        "Run.train": [
+            '+lengths = ", ".join(str(length) for length in sorted({stage.length for stage in self.trainer.stages}))',
+            '-log.note(f"steps    {s.num_iterations} of {s.batch_sequences} x {s.sequence_length} tokens")',
+            '+log.note(f"steps    {s.num_iterations} of {s.batch_sequences} x {lengths} tokens")',
+            "-self.trainer.warm_up(DistributedDataLoader(s, self.world).next_batch())",
+            "+self.trainer.warm_up(self.loader)",
+            '-first_step, self.loader.position, log.seconds = saved["step"], saved["position"], saved["seconds"]',
+            '+first_step, log.seconds = saved["step"], saved["seconds"]',
+        ],
+        "Run.loop": [
+            "-position, batch, self.stepping = self.loader.position, self.loader.next_batch(), True",
+            "+batches, self.stepping = self.loader.batches(first_step, self.position), True",
+            "+position, batch = next(batches)",
+            "-next_position, next_batch = self.loader.position, self.loader.next_batch()",
+            "+next_position, next_batch = next(batches)",
+        ],
+    },
 }
 
 
@@ -331,11 +345,16 @@ def test_validation_is_the_mean_loss_of_the_first_tokens_with_the_window_of_that
     trainer = script.Trainer(small(script), alone(script))
     stir(trainer.model)
     for step, blocks in (0, 1), (4, 3):  # the window grows from 128 to 384 tokens
-        window = {BASELINE: [], WINDOW_WARMUP: [128 * blocks], UNET: [128 * blocks]}.get(script, [blocks])
-        losses = []
+        windows = {
+            BASELINE: [],
+            WINDOW_WARMUP: [128 * blocks],
+            UNET: [128 * blocks],
+            NORMUON: [[(blocks + 1) // 2, blocks]],
+        }
+        found, losses = trainer.validate(shard) if script is BASELINE else trainer.validate(shard, step), []
         for start in (0, 256, 512, 768):
-            losses.append(trainer.model(*shard.read(start, 256), *map(torch.tensor, window)).item())
-        found = trainer.validate(shard) if script is BASELINE else trainer.validate(shard, step)
+            pair = shard.read((start, start + 257)) if script is NORMUON else shard.read(start, 256)
+            losses.append(trainer.model(*pair, *map(torch.tensor, windows.get(script, [blocks]))).item())
         assert found == pytest.approx(sum(losses) / 4, rel=1e-5)
 
 
@@ -852,7 +871,7 @@ def gradients_of_a_batch(script, world, sequences: int) -> dict:
     stir(trainer.model)
     forwards, sums = [], []
     trainer.model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    if world.size > 1 and script is not SHARDED:
+    if world.size > 1 and script not in (SHARDED, NORMUON):
 
         def hook(_, bucket):
             sums.append(bucket.is_last())
@@ -861,7 +880,7 @@ def gradients_of_a_batch(script, world, sequences: int) -> dict:
         trainer.ddp_loss.register_comm_hook(None, hook)
     mine = random_sequences(sequences)[world.rank :: world.size]
     loss, stopping = trainer.backward(batch_of(script, mine), step=0, stop=world.rank == 1)
-    if script is SHARDED:
+    if script in (SHARDED, NORMUON):
         gather_gradients(trainer)
     return dict(
         loss=loss,
@@ -876,9 +895,15 @@ def gradients_of_a_batch(script, world, sequences: int) -> dict:
 def gather_gradients(trainer) -> None:
     """Where each process gets the gradient of its share, and a sum over tokens: let all have all, and the mean."""
     for share in trainer.shares:
+        if hasattr(share, "keep_gradient"):
+            share.keep_gradient()
         share.start_reduce()
         share.wait()
-        whole = share.whole(share.mine.grad) / (trainer.s.batch_sequences * trainer.s.sequence_length)
+        if hasattr(share, "whole"):
+            whole = share.whole(share.mine.grad)
+        else:
+            whole = share.gather(share.gradient, share.parts)[: share.rows]
+        whole = whole / (trainer.s.batch_sequences * trainer.s.sequence_length)
         parts = whole.split([len(param) for param in share.params])
         for param, part in zip(share.params, parts, strict=True):
             param.grad = part.clone()
@@ -986,7 +1011,7 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_sequences_losses_side_by_side_or
     apart = [trainer.model(*sequence, *windows_of(trainer)).item() for sequence in sequences]
     assert loss == pytest.approx(sum(apart) / 4, rel=1e-6)
     if script is not UNET:
-        side_by_side = tuple(map(torch.cat, zip(*sequences, strict=True)))
+        side_by_side = tuple(map(torch.stack if script is NORMUON else torch.cat, zip(*sequences, strict=True)))
         assert trainer.backward([side_by_side], step=0)[0] == pytest.approx(loss, rel=1e-6)
 
 

@@ -320,7 +320,7 @@ def test_a_trace_is_cut_into_steps_with_their_flops():
     )
     assert [len(step.collectives) for step in traffic.steps] == [3, 2, 3, 2]
     assert len(traffic.all) == 11 and traffic.all[-1] == ("AllReduce", 1, "float32", 4)
-    typical = readings.typical_step(traffic.steps)
+    (typical,) = readings.typical_steps(traffic.steps)
     assert (typical.bytes, typical.model_flops, typical.optimizer_flops) == (420, 60, 4)
 
 
@@ -343,13 +343,65 @@ def test_a_validation_before_each_step_is_left_out_where_the_clock_stops_for_it(
         + "Wait 400\n"
         + STEP.format(460, 464)
     )
-    typical = readings.typical_step(traffic.steps)
+    (typical,) = readings.typical_steps(traffic.steps)
     assert (typical.bytes, typical.model_flops, typical.optimizer_flops) == (420, 60, 4)
     assert traffic.all.count(("AllReduce", 1, "float32", 4)) == 2  # but the ranks are compared in these too
     for every, waits, told in (("1", True, False), ("1", False, True), ("2", False, False)):
-        of_ranks = {0: traffic if waits else readings.read_traffic(START + STEP.format(60, 64))}
+        found = traffic if waits else readings.read_traffic(START + STEP.format(60, 64))
+        of_ranks = {0: readings.typical_steps(found.steps)}
         assert report.summarise_flops(of_ranks, {"val_loss_every": every})["with_validation"] == told
     assert not report.summarise_flops({}, {"val_loss_every": "1"})["with_validation"]  # no step at all
+
+
+# A step gathers after its last optimizer; the script waits before a validation, and not behind it.
+GATHERING = "AllReduce 100 float32 400\nOptimizer 0 {0} {1}\nAllGather 10 bfloat16 20\n"
+
+
+def test_a_validation_behind_a_wait_is_not_taken_for_a_part_of_the_step():
+    traffic = readings.read_traffic(
+        GATHERING.format(60, 64)
+        + "Wait 64\n"
+        + VALIDATION
+        + GATHERING.format(224, 228)  # 100 of them in the validation
+        + GATHERING.format(288, 292)
+        + "Wait 292\n"
+        + VALIDATION
+        + GATHERING.format(452, 456)
+        + GATHERING.format(516, 520)
+    )
+    (typical,) = readings.typical_steps(traffic.steps)
+    assert typical.collectives == [("AllGather", 10, "bfloat16", 20), ("AllReduce", 100, "float32", 400)]
+    resolved = {"sequence_length": 10, "batch_sequences": 2}
+    flops = report.summarise_flops({rank: [typical] for rank in range(8)}, resolved)
+    assert flops["model_matmul_per_token"] == 8 * 60 / 20 and flops["optimizer_matmul_per_step"] == 8 * 4
+    assert report.summarise_traffic([typical]) == {
+        "per_step": 2,
+        "bytes_per_step": 420,
+        "kinds": [
+            {"kind": "AllGather bfloat16", "count": 1, "bytes": 20},
+            {"kind": "AllReduce float32", "count": 1, "bytes": 400},
+        ],
+    }
+
+
+def test_an_optimizer_that_works_in_every_second_step_counts_half():
+    both, rare = GATHERING.format(60, 70), "Optimizer 0 {0} {0}\n"
+    text = both + "Wait 70\n" + rare.format(170)
+    for begun in (170, 300, 430):  # 60 in each model; 10 in every second optimizer
+        text += GATHERING.format(begun + 60, begun + 70) + rare.format(begun + 130)
+    typical = readings.typical_steps(readings.read_traffic(text).steps)
+    assert [len(step.collectives) for step in typical] == [1, 1]
+    flops = report.summarise_flops({0: typical}, {})
+    assert (flops["model_matmul_per_step"], flops["optimizer_matmul_per_step"]) == (60, 5)
+    assert report.summarise_traffic(typical)["per_step"] == 1
+
+
+def test_the_steps_that_repeat_are_found_in_the_longest_undisturbed_series():
+    assert readings.repeating([], []) == []
+    assert readings.repeating("AB", [False, False]) == []
+    assert readings.repeating("XAAA", [False, True, True, True]) == [3]
+    assert readings.repeating("XABABYA", [False, True, True, True, True, False, True]) == [3, 4]
+    assert readings.repeating("XAYB", [False, True, False, True]) == [3]  # one alone is all that is known
 
 
 def test_the_first_differing_collective_is_named():
@@ -406,6 +458,57 @@ def test_settings_are_read_from_a_script_without_running_it():
     )
     assert readings.settings_of(source) == {"a": 65536, "b": "x", "c": None}
     assert readings.settings_of("x = 1") == {}
+
+
+STAGES = """
+    684  1  1.00  1  3
+    683  2  1.51  3  7
+     40  3  1.93  6 13
+      0  3  1.93  6 20
+"""
+STAGED = f"""
+STAGES = {STAGES!r}
+class Settings:
+    train_files: str = setting("", "shards")
+    val_files: str = setting("", "shards")
+    sequence_length: int = setting(16384, "tokens")
+    batch_sequences: int = setting(8, "sequences")
+    stages: str = setting(STAGES, "the table")
+    num_iterations: int = setting(1407, "steps")
+    save_every: int = setting(0, "steps")
+    val_loss_every: int = setting(125, "steps")
+    val_tokens: int = setting(10485760, "tokens")
+"""
+
+
+def test_the_stages_of_a_run_are_read_from_the_scripts_table():
+    stages = readings.stages_of(readings.settings_of(STAGED))
+    assert stages == [
+        readings.Stage(0, 684, 16384, 1, 3),
+        readings.Stage(684, 683, 32768, 3, 7),
+        readings.Stage(1367, 40, 49152, 6, 13),
+        readings.Stage(1407, 0, 49152, 6, 20),
+    ]
+    assert readings.stages_of({"num_iterations": 4, "sequence_length": 128}) == []
+    assert report.warmup_steps({**readings.settings_of(STAGED), "kernel_warmup_steps": "2"}, 1) == 8
+
+
+def test_a_run_in_stages_is_rehearsed_in_all_of_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(STAGED)
+    settings = launch.choose_settings(script, {}, tmp_path)
+    stages = readings.stages_of(readings.settings_of(STAGED) | settings)
+    assert [(stage.steps, stage.length, stage.long) for stage in stages] == [
+        (4, 16384, 3),
+        (4, 32768, 7),
+        (4, 49152, 13),
+        (0, 49152, 20),
+    ]
+    assert [settings[name] for name in ("num_iterations", "save_every", "val_loss_every")] == ["12", "12", "4"]
+    shard = next(tmp_path.glob("*train*.bin"))
+    assert (shard.stat().st_size - 1024) / 2 > 12 * 8 * 49152
+    with pytest.raises(launch.UserError, match="--stages 1 2 3: must be a table with 5 numbers in a row"):
+        launch.check_settings(script, {"stages": "1 2 3"})
 
 
 def test_flags_are_paired_up_and_odd_ones_refused():
@@ -669,8 +772,7 @@ def test_a_script_that_asks_whether_its_weights_are_finite_hears_that_they_are(o
 
 START_GPU = """
 import torch, train_gpt
-world = train_gpt.find_place()
-train_gpt.start_gpu(world)
+world = train_gpt.join_world(600)
 block = torch.empty(2**20, device=world.device)
 print({segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
 """
@@ -694,6 +796,18 @@ def test_a_clean_script_passes_with_memory_collectives_and_flops(rehearse):
     gathered = [kind for kind in found["collectives"]["kinds"] if kind["kind"] == "AllGather bfloat16"]
     assert gathered == [{"kind": "AllGather bfloat16", "count": 8, "bytes": 12 * 128**2 * 2 * 2}]
     assert found["compiled"]["architectures"] == ["sm_90"]
+
+
+@pytest.mark.rehearsal
+def test_a_script_without_an_optimizer_of_torchs_has_steps_all_the_same(rehearse):
+    exit_code, found, text = rehearse("--processes", "2", "--own_optimizer", "1")
+    assert exit_code == 0, text
+    assert found["flops"]["model_matmul_per_token"] == pytest.approx(6 * (12 * 128**2 * 2 + 128 * 50304))
+    assert found["flops"]["optimizer_matmul_per_step"] == 0
+    parts = found["prediction"]["run"]["parts_ms"]
+    assert parts["attention backward"] > 0 and parts["optimizer"] > 0  # until the gradients are cleared
+    subtracted = [item for item in found["step"]["items"] if item.get("name") == "sub_.Tensor"]
+    assert subtracted and {item["part"] for item in subtracted} == {"optimizer"}
 
 
 @pytest.mark.rehearsal
@@ -813,6 +927,7 @@ def test_a_batch_in_a_row_too_long_for_memory_is_told_of_a_smaller_one(rehearse)
 def test_computing_again_takes_less_memory_and_no_more_matrix_products(rehearse):
     small = ("--processes", "1", "--num_layers", "2", "--sequence_length", "16384")
     small += ("--val_sequence_length", "16384", "--val_tokens", "16384")
+    small += ("--stages", "4 1 1 1 2  4 1 1 1 2  0 1 1 1 2")  # all of one length
     peaks, flops = [], []
     for recompute in ("false", "true"):
         exit_code, found, text = rehearse(*small, "--recompute", recompute, script=ROOT / "train_gpt.py")

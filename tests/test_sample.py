@@ -15,11 +15,12 @@ from helpers import ONE_THREAD, ROOT, SCRIPT, checkpoint, make_data, run_script,
 import sample
 from train_gpt import BLOCK, Settings
 
-MIX = "        own, embedded = self.value_mix\n"
-PREVIOUS_TOKEN = (
-    MIX,
-    "        k = (k + F.pad(k, (0, 0, 0, 0, 1, 0))[:-1]) / 2\n" + MIX,
-)  # a cache of keys would miss it
+MIX = "        v = v if value_embedding_TC is None else v + value_embedding_TC.view_as(v)\n"
+PREVIOUS_TOKEN = (MIX, "        k = (k + F.pad(k, (0, 0, 0, 0, 1, 0))[:-1]) / 2\n" + MIX)  # a cache would miss it
+ONE_BLOCK = dict(sequence_length=1024, stages="1 1 1 1 1  1 1 1 1 1  0 1 1 1 1")  # the window in every stage
+# The windows at a step of six, and the long ones that the positions were fitted to; for the last step there is a longer
+# one, to which they are not.
+WINDOWS = {3: ([1, 2], [1, 2]), 6: ([2, 4], [1, 2, 3]), "one block": ([1, 1], [1])}
 
 
 def variant(path: Path, *edits: tuple[str, str]) -> Path:
@@ -34,7 +35,7 @@ def variant(path: Path, *edits: tuple[str, str]) -> Path:
 
 def train(folder: Path, script: Path = SCRIPT, **changes) -> Path:
     settings = (
-        dict(sequence_length=1024, num_iterations=6, save_every=3, document_token=256, batch_sequences=2) | changes
+        dict(sequence_length=512, num_iterations=6, save_every=3, document_token=256, batch_sequences=2) | changes
     )
     result = run_script(tiny_flags(**settings), folder, script=script)
     assert result.returncode == 0, result.stderr
@@ -54,7 +55,7 @@ def shake(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A folder with checkpoints of steps 3 and 6 of a run whose window grows from 1 block to 3."""
+    """A folder with checkpoints of steps 3 and 6 of a run whose windows grow."""
     folder = make_data(tmp_path_factory.mktemp("trained"))
     shake(train(folder))
     return folder
@@ -64,14 +65,16 @@ def text(count: int) -> list[int]:
     return [256, *torch.randint(256, (count - 1,), generator=torch.Generator().manual_seed(5)).tolist()]
 
 
-def plain_logits(script, path: Path, tokens: list[int], window_blocks: int, **changes) -> torch.Tensor:
+def plain_logits(script, path: Path, tokens: list[int], at: int | str, **changes) -> torch.Tensor:
     """The logits of every next token from one forward pass over the whole text, by the script's model."""
     saved = torch.load(path, weights_only=True)
     gpt = script.GPT(script.Settings(**saved["settings"] | changes), use_flex=False)
     gpt.load_state_dict(saved["state"]["model"])
+    windows, fitted_to = WINDOWS[at]
+    gpt.rotary.fit(fitted_to)
     padded = torch.tensor(tokens + [0] * (-len(tokens) % BLOCK))
     with torch.no_grad():
-        return gpt.logits(gpt.hidden(padded, torch.tensor(window_blocks)))[: len(tokens), :257]
+        return gpt.logits(gpt.hidden(padded, torch.tensor(windows)))[: len(tokens), :257]
 
 
 def assert_same_logits(model: sample.Model, tokens: list[int], expected: torch.Tensor) -> None:
@@ -82,47 +85,47 @@ def assert_same_logits(model: sample.Model, tokens: list[int], expected: torch.T
 def test_probabilities_are_those_of_one_forward_pass_over_the_whole_text(trained):
     tokens, path = text(1000), checkpoint(trained, 6)
     model = sample.Model(str(path), "", SCRIPT, False)
-    assert_same_logits(model, tokens, plain_logits(sample.load_script(SCRIPT), path, tokens, 3))
+    assert_same_logits(model, tokens, plain_logits(sample.load_script(SCRIPT), path, tokens, 6))
 
 
 def test_a_text_longer_than_the_reach_of_the_last_token_changes_nothing_but_the_cost(tmp_path):
-    path = shake(train(make_data(tmp_path), window_end=128))
+    path = shake(train(make_data(tmp_path), **ONE_BLOCK))
     model, tokens = sample.Model(str(path), "", SCRIPT, False), text(1500)
-    assert model.max_blocks == 3  # two layers, each with a window of one block, and the start of another
+    assert model.max_blocks == 4  # two layers, each with a window of one block; tokens before those, and a last block
     seen = []
     hidden, model.gpt.hidden = model.gpt.hidden, lambda inputs, *more: seen.append(len(inputs)) or hidden(inputs, *more)
-    expected = plain_logits(sample.load_script(SCRIPT), path, tokens, 1, sequence_length=1536)
+    expected = plain_logits(sample.load_script(SCRIPT), path, tokens, "one block", val_sequence_length=1536)
     assert_same_logits(model, tokens, expected)
-    assert max(seen) == 3 * BLOCK
+    assert max(seen) == 4 * BLOCK
 
 
-@pytest.mark.parametrize("step, window", [(3, 2), (6, 3)])
-def test_the_window_is_that_of_the_checkpoints_step(trained, step, window):
+@pytest.mark.parametrize("step", [3, 6])
+def test_the_windows_are_those_of_the_checkpoints_step(trained, step):
     path, tokens = checkpoint(trained, step), text(600)
     assert int(torch.load(path, weights_only=True)["step"]) == step
     shake(path)
     assert_same_logits(
         sample.Model(str(path), "", SCRIPT, False),
         tokens,
-        plain_logits(sample.load_script(SCRIPT), path, tokens, window),
+        plain_logits(sample.load_script(SCRIPT), path, tokens, step),
     )
 
 
 def test_an_idea_that_looks_at_the_previous_token_is_continued_as_its_script_would(tmp_path):
     make_data(tmp_path)
     script_path = variant(tmp_path / "idea.py", PREVIOUS_TOKEN)
-    path = shake(train(tmp_path, script_path, window_end=128))
+    path = shake(train(tmp_path, script_path, **ONE_BLOCK))
     script, options = sample.load_script(script_path), Namespace(seed=1, tokens=200, temperature=0, top_k=0)
     prompt = text(300)[1:]
     written = list(sample.continuation(sample.Model(str(path), "", script_path, True), prompt, options))
     expected = [256, *prompt]
     for _ in range(200):  # one forward pass over everything for every token
-        expected.append(int(plain_logits(script, path, expected, 1)[-1].argmax()))
+        expected.append(int(plain_logits(script, path, expected, "one block")[-1].argmax()))
         if expected[-1] == 256:
             break
     assert written == [token for token in expected[1 + len(prompt) :] if token != 256] and len(written) > 5
-    old = plain_logits(sample.load_script(SCRIPT), path, expected, 1)
-    assert (old - plain_logits(script, path, expected, 1)).abs().max() > 0.1  # the idea matters
+    old = plain_logits(sample.load_script(SCRIPT), path, expected, "one block")
+    assert (old - plain_logits(script, path, expected, "one block")).abs().max() > 0.1  # the idea matters
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("records/*/train_gpt.py")), ids=lambda path: path.parent.name)
@@ -139,10 +142,13 @@ def test_a_record_is_sampled_with_the_logits_of_its_own_validation(path, tmp_pat
     tokens, seen, logits = text(1025), [], trainer.model.logits
     monkeypatch.setattr(trainer.model, "logits", lambda x: seen.append(logits(x)) or seen[-1])
     pair = torch.tensor(tokens[:-1], dtype=torch.int32), torch.tensor(tokens[1:])
-    shard_and_step = Namespace(read=lambda start, length: pair), 450
+    shard_and_step = Namespace(read=lambda *where: pair), 450
     trainer.validate(*shard_and_step[: len(inspect.signature(trainer.validate).parameters)])  # some have one window
     expected = seen[0].flatten(0, -2)[:, : s.vocab_size]
+    assert model.max_blocks * model.block >= 512
     for length in (1, 2, 127, 128, 129, 255, 256, 257, 500, 1000, 1024):
+        if length > model.max_blocks * model.block:
+            break  # no sequence was so long in training
         torch.testing.assert_close(model.next_logits(tokens[:length]), expected[length - 1], rtol=1e-4, atol=1e-4)
 
 
@@ -194,7 +200,7 @@ def sample_here(folder, monkeypatch, capsys, *arguments: str) -> tuple[int, str,
 
 def test_a_comment_that_differs_is_a_warning(trained, tmp_path, monkeypatch, capsys):
     edits = (
-        ('    """Logits in float32 with', '    """The logits in float32 with'),
+        ('    """Logits with a softcap', '    """The logits with a softcap'),
         ("BLOCK = 128  # tokens;", "BLOCK = 128  # tok;"),
     )
     script = variant(tmp_path / "commented.py", *edits)
@@ -220,8 +226,8 @@ def test_a_script_that_differs_is_named_and_must_be_chosen(trained, tmp_path, mo
 
 
 def test_a_forward_pass_that_does_more_than_hidden_and_logits_is_refused(trained, tmp_path, monkeypatch, capsys):
-    edit = "return F.cross_entropy(self.logits(self.hidden(inputs_T, window_blocks)), targets_T)"
-    script = variant(tmp_path / "more.py", (edit, edit.replace("inputs_T, window", "inputs_T.flip(0), window")))
+    edit = "logits_TV = self.logits(self.hidden(inputs, windows))"
+    script = variant(tmp_path / "more.py", (edit, edit.replace("inputs, windows", "inputs.flip(0), windows")))
     code, out, err = sample_here(trained, monkeypatch, capsys, "--script", str(script))
     assert (code, out) == (2, "") and "differs from" in err.splitlines()[0]
     assert "is not that of its logits" in err.splitlines()[1] and len(err.splitlines()) == 2

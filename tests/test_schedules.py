@@ -1,10 +1,12 @@
-"""Schedules with the values published for the record."""
+"""ShardedLongShort's schedules with the published values; test_normuon_yarn.py has those of the record after it."""
 
 import math
 
 import pytest
+from helpers import load_record
 
-from train_gpt import lr_factor, muon_momentum, window_in_blocks
+script = load_record("ShardedLongShort")
+lr_factor, muon_momentum, window_in_blocks = script.lr_factor, script.muon_momentum, script.window_in_blocks
 
 STEPS = 1695
 

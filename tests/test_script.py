@@ -36,8 +36,8 @@ def rooms() -> dict[str, int]:
     return {name: end - start for (start, name), end in zip(headings.items(), ends, strict=True)}
 
 
-def test_the_script_has_fewer_than_1000_lines_of_at_most_120_characters():
-    assert len(LINES) < 1000
+def test_the_script_has_fewer_than_1100_lines_of_at_most_120_characters():
+    assert len(LINES) < 1100
     assert max(map(len, LINES)) <= 120
 
 
@@ -91,7 +91,7 @@ def test_a_setting_has_a_meaning_a_rule_and_a_value_of_its_type_on_both_tracks(s
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_defaults_of_both_tracks_are_valid_and_no_number_may_be_left_unbounded(on_gpu, processes):
     s = make_settings({}, processes, on_gpu)
-    assert s.target_loss == (3.28 if on_gpu else 1.04) and (s.num_iterations == 1695) == on_gpu
+    assert s.target_loss == (3.28 if on_gpu else 1.04) and (s.num_iterations == 2090) == on_gpu
     assert json.loads(json.dumps(asdict(s))) == asdict(s)
     numbers = [setting for setting in fields(Settings) if setting.type in (int, float)]
     assert len(numbers) > 25 and not [setting.name for setting in numbers if setting.metadata["rule"] == "True"]

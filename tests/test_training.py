@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from itertools import islice
 
 import pytest
 import torch
@@ -70,10 +71,10 @@ def test_warm_up_puts_weights_and_both_optimizers_back_to_the_last_bit(folder, m
     monkeypatch.chdir(folder)
     s = make_settings(parse_flags(tiny_flags(kernel_warmup_steps=2)), processes=1, on_gpu=False)
     world = World(0, 1, torch.device("cpu"))
-    batches = [DistributedDataLoader(s, world).next_batch() for _ in range(2)]
+    loader = DistributedDataLoader(s, world)
     trainers = [Trainer(s, world) for _ in range(2)]
-    trainers[1].warm_up(batches[0])
-    for step, batch in enumerate(batches):
+    trainers[1].warm_up(loader)
+    for step, (_, batch) in enumerate(islice(loader.batches(0, [0, 0]), 2)):
         losses = [trainer.backward(batch, step) for trainer in trainers]
         assert losses[0] == losses[1]
         for trainer in trainers:
@@ -96,8 +97,8 @@ def test_a_validation_is_the_mean_loss_over_the_first_tokens_and_leaves_no_trace
     assert trainer.model.training
     trainer.model.eval()
     for first in (0, 384):  # longer than the 256 tokens of a training sequence
-        with torch.no_grad():  # halfway from a window of 128 to one of 384 tokens: two blocks
-            logits = trainer.model.logits(trainer.model.hidden(tokens[first : first + 384], torch.tensor(2)))
+        with torch.no_grad():  # with the windows of step 2
+            logits = trainer.model.logits(trainer.model.hidden(tokens[first : first + 384], torch.tensor([1, 2])))
         picked = logits.double().log_softmax(-1)[torch.arange(384), tokens[first + 1 : first + 385]]
         losses.append(-picked.mean().item())
     assert actual == pytest.approx(sum(losses) / 2, rel=1e-5)
@@ -116,7 +117,7 @@ def test_the_log_holds_source_machine_settings_data_and_steps(folder, train_here
     assert list(facts) == ["python", "torch", "cuda", "hardware", "world_size", "seed", "settings", "data"]
     assert facts["torch"] == torch.__version__ and facts["world_size"] == "1" and facts["seed"] == "7"
     settings = json.loads(facts["settings"])
-    assert settings["num_iterations"] == 4 and settings["sequence_length"] == 256 and settings["dtype"] == "float32"
+    assert settings["num_iterations"] == 4 and settings["sequence_length"] == 128 and settings["dtype"] == "float32"
     assert [(entry["file"], entry["tokens"]) for entry in json.loads(facts["data"])] == [
         ("tiny_train_000001.bin", 4500),
         ("tiny_train_000002.bin", 4500),
@@ -124,7 +125,7 @@ def test_the_log_holds_source_machine_settings_data_and_steps(folder, train_here
     ]
     times = r"train_time:\d+ms step_avg:\d+\.\d\dms"
     shape = [r"device   1 x .*; float32, eager", r"model    2 layers of width 32, [\d,]+ parameters"]
-    shape += ["head     trained in float32", "steps    4 of 4 x 256 tokens"]
+    shape += ["head     trained in float32", "steps    4 of 4 x 128, 256 tokens"]
     shape += [r"data     .*, validation on [\d,]+ tokens of .*", "target   none"]
     shape += [r"log      logs/.*\.txt", rf"step:0/4 val_loss:\d\.\d{{4}} {times}"]
     for step in range(1, 5):
