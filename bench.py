@@ -92,8 +92,8 @@ def step_parts(flags: list[str]) -> dict:
     world = train_gpt.join_world(600)
     s = train_gpt.make_settings(train_gpt.parse_flags(flags), world.size, world.on_gpu)
     trainer, loader = train_gpt.Trainer(s, world), train_gpt.DistributedDataLoader(s, world)
-    trainer.warm_up(loader.next_batch())
-    times = defaultdict(list)
+    trainer.warm_up(loader)
+    times, batches = defaultdict(list), loader.batches(0, [0, 0])
 
     def timed(name: str, work: Callable) -> Callable:
         def measured(*arguments):
@@ -104,16 +104,16 @@ def step_parts(flags: list[str]) -> dict:
 
         return measured
 
-    stacks = [optimizer for optimizer, _ in trainer.optimizers if isinstance(optimizer, train_gpt.Muon)]
+    stacks = [share for share in trainer.shares if isinstance(share, train_gpt.NorMuon)]
     for i, muon in enumerate(stacks):
-        muon.step = timed(f"muon {i}", muon.step)
-    next_batch, backward = timed("loader", loader.next_batch), timed("backward", trainer.backward)
+        muon.update = timed(f"muon {i}", muon.update)
+    next_batch, backward = timed("loader", lambda: next(batches)[1]), timed("backward", trainer.backward)
     update = timed("update", trainer.update)
     for step in range(s.num_iterations):
         backward(next_batch(), step)
         update(step)
     with FlopCounterMode(display=False) as counter:
-        trainer.backward(loader.next_batch(), s.num_iterations - 1)
+        trainer.backward(next_batch(), s.num_iterations - 1)
         trainer.update(s.num_iterations - 1)
     parts = {name: median(values) for name, values in times.items()}
     parts["muon"] = sum(parts.pop(f"muon {i}") for i in range(len(stacks)))
@@ -135,9 +135,9 @@ def attention(length: int, dtype: torch.dtype, dense: bool) -> Callable:
     shape, window = (length, s.num_heads, s.model_dim // s.num_heads), 256
     q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
     token = torch.arange(length)
-    documents, block = token // 5000, token // BLOCK
+    documents = token // 5000
     if dense:
-        in_window = (token[:, None] >= token) & (block[:, None] - block < window // BLOCK)
+        in_window = (token[:, None] >= token) & (token[:, None] - token <= window)
         mask = in_window & (documents[:, None] == documents)
     else:
         mask = gathered_bias(documents, window // BLOCK, s.num_heads, dtype)
@@ -145,9 +145,9 @@ def attention(length: int, dtype: torch.dtype, dense: bool) -> Callable:
     def forward_and_backward() -> None:
         if dense:
             heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-            y = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=s.attention_scale)[0].transpose(0, 1)
+            y = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=1.0)[0].transpose(0, 1)
         else:
-            y = attend(q, k, v, mask, s.attention_scale)
+            y = attend(q, k, v, mask)
         torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
 
     return forward_and_backward

@@ -93,14 +93,19 @@ class Model:
             trainer = script.Trainer(s, script.World(0, 1, self.device))
             self.gpt = trainer.model.eval()
             self.gpt.load_state_dict(saved["state"]["model"])
+            self.block = s.context_length if hasattr(s, "context_length") else script.BLOCK
+            length, reach = s.sequence_length, s.num_layers * getattr(s, "window_end", s.sequence_length)
             if hasattr(trainer, "set_window"):
                 trainer.set_window(saved["step"])
-            # What the forward pass takes beside inputs and targets has the same name in the trainer: the window.
+            elif hasattr(trainer, "set_stage"):
+                trainer.set_stage(saved["step"])
+                length = max(stage.length for stage in trainer.stages)
+                # A key has something of the token before it, and so has the embedding.
+                reach = s.num_layers * (trainer.stage.long * self.block + 1) + 1
+            # What the forward pass takes beside inputs and targets has the same name in the trainer: the windows.
             self.more = [getattr(trainer, name) for name in list(inspect.signature(self.gpt.forward).parameters)[2:]]
             # The last token, wherever in its block, depends on no more blocks, and never saw more in training.
-            self.block = s.context_length if hasattr(s, "context_length") else script.BLOCK
-            reach = s.num_layers * getattr(s, "window_end", s.sequence_length)
-            self.max_blocks = min(-(-reach // self.block) + 1, s.sequence_length // self.block)
+            self.max_blocks = min(-(-reach // self.block) + 1, length // self.block)
             self.check()
         except UserError:
             raise

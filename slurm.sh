@@ -3,7 +3,7 @@
 #
 #     ./run.sh setup                                            once, on a node with network and GPU: makes .venv
 #     sbatch slurm.sh                                           two nodes of eight GPUs
-#     sbatch --nodes=4 slurm.sh --batch_sequences 32 --sequence_length 12288
+#     sbatch --nodes=4 slurm.sh --batch_sequences 32 --sequence_length 4096
 #     sbatch slurm.sh --resume latest                           go on after the time limit, with the same settings
 #
 # Words after slurm.sh are settings of train_gpt.py. A batch needs at least one sequence per GPU.
@@ -28,12 +28,13 @@ fi
 
 # One torchrun per node; launch.py is torchrun without its tracebacks. They meet at the first node, on a port that
 # another job is unlikely to use.
-first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((29500 + SLURM_JOB_ID % 1000))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 
-# 16 sequences of 24,576 tokens are as many tokens per step as the record's 8 of 49,152. Later settings win.
+# 16 sequences of 8,192 tokens, and of two and three times that in later stages, are as many tokens per step as the
+# record's 8 of 16,384. Later settings win.
 srun --kill-on-bad-exit=1 .venv/bin/python records/launch.py \
     --nnodes="$SLURM_NNODES" --nproc_per_node="${PROCESSES:-gpu}" \
-    --rdzv_backend=c10d --rdzv_id="$SLURM_JOB_ID" --rdzv_endpoint="$first_node:$port" \
-    train_gpt.py --batch_sequences 16 --sequence_length 24576 "$@"
+    --rdzv_backend=c10d --rdzv_id="$SLURM_JOB_ID" --rdzv_endpoint="${nodes[0]}:$port" \
+    train_gpt.py --batch_sequences 16 --sequence_length 8192 "$@"
