@@ -236,7 +236,7 @@ def test_a_bad_shard_is_one_clear_line_and_a_good_one_is_read_right(script, cont
         file.flush()
         try:
             shard = script.Shard(file.name, VOCABULARY)
-            inputs, targets = read(shard, 0, len(shard.tokens) - 1)
+            inputs, targets = read(shard, 0, (len(content) - 1024) // 2 - 1)
             assert (inputs.tolist(), targets.tolist()) == (expected[:-1], expected[1:])
         except script.UserError as error:
             assert expected is None and file.name in str(error) and "\n" not in str(error)

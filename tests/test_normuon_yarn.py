@@ -3,6 +3,7 @@ over tokens or entries, a formula in float64, a table of published values."""
 
 import json
 import math
+import os
 import tempfile
 from itertools import islice, pairwise
 from pathlib import Path
@@ -253,7 +254,18 @@ def test_a_run_takes_windows_positions_batch_and_rates_from_the_stage_at_each_bo
 
 @pytest.mark.parametrize(
     "stages",
-    ["", "1 2 3", "1 1 1 1 1 0 1 1 1 1", "a 1 1 1 1 1 1 1 1 1 0 1 1 1 1", "1 1 1 1 0 1 1 1 1 1 0 1 1 1 1", "1 " * 15],
+    [
+        "",
+        "1 2 3",
+        "1 1 1 1 1 0 1 1 1 1",  # a row too few
+        TINY_STAGES + " 1",  # a word too many
+        "a 1 1 1 1 1 1 1 1 1 0 1 1 1 1",
+        "1 1 1 1 0 1 1 1 1 1 0 1 1 1 1",  # no window
+        "1 " * 15,  # steps in the last row
+        "1 1.5 1 1 1 1 1 1 1 1 0 1 1 1 1",  # a length that is not whole,
+        "1 1 1 1 2.9 1 1 1 1 1 0 1 1 1 1",  # a window,
+        "1.5 1 1 1 1 1 1 1 1 1 0 1 1 1 1",  # steps
+    ],
 )
 def test_a_table_that_is_none_is_refused_in_one_line(folder, stages):
     result = run_script(flags(**TINY | dict(stages=stages)), folder, script=SCRIPT)
@@ -426,9 +438,24 @@ def test_a_new_model_guesses_uniformly_and_then_every_parameter_gets_a_gradient(
     model, tokens = script.GPT(s, use_flex=False), torch.from_numpy(made_up_tokens(257, seed=5))
     model.rotary.fit([1])
     assert model(tokens[:-1], tokens[1:], torch.tensor([1, 1])).item() == pytest.approx(math.log(384), rel=1e-6)
-    model = random_model()
+
+
+@pytest.mark.parametrize("layers", [*range(2, 14), 18, 20])
+def test_with_any_number_of_layers_every_parameter_gets_a_gradient(layers):
+    tokens, model = torch.from_numpy(made_up_tokens(257, seed=5)), random_model(num_layers=layers)
     model(tokens[:-1], tokens[1:], torch.tensor([1, 2])).backward()
     assert [name for name, param in model.named_parameters() if param.grad is None or not param.grad.any()] == []
+
+
+def test_a_new_parameter_that_no_optimizer_owns_does_not_go_unnoticed(monkeypatch):
+    class WithOneMore(script.GPT):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.one_more = torch.nn.Parameter(torch.zeros(2, 2))
+
+    monkeypatch.setattr(script, "GPT", WithOneMore)
+    with pytest.raises(AssertionError, match="a parameter has no optimizer"):
+        script.Trainer(settings(**TINY), world())
 
 
 def test_logits_are_those_of_a_tanh_softcap_but_for_a_constant():
@@ -530,6 +557,20 @@ def test_wherever_documents_start_the_sequences_are_those_found_by_hand(lengths,
             assert inputs.tolist() == [sequence[:-1] for sequence in batch]
             assert targets.tolist() == [sequence[1:] for sequence in batch]
         ours.close()  # its thread reads the file
+
+
+@pytest.mark.parametrize("left", [1501, 20_001])
+def test_a_shard_that_changes_at_the_last_moment_is_one_line_and_kills_nobody(tmp_path, monkeypatch, left):
+    path = write_shard(tmp_path / "s.bin", made_up_tokens(9_000))
+    shard, pread = script.Shard(str(path), 257), os.pread
+
+    def change_and_read(*args) -> bytes:
+        os.truncate(path, left)
+        return pread(*args)
+
+    monkeypatch.setattr(script.os, "pread", change_and_read)
+    with pytest.raises(script.UserError, match="its size changed while it was in use"):
+        shard.read((100, 8_000))
 
 
 def test_the_loader_goes_on_from_any_position_also_at_the_border_of_stages(shards):

@@ -205,6 +205,7 @@ ANYTHING = object()
 HALVE = 'ending, code = "out of memory: halve --sequence_length and double --batch_sequences, or --recompute true", 2'
 SHARE = 'ending, code = "out of memory: more processes, fewer --batch_sequences, or --recompute true", 2'
 HINT = '"halve --sequence_length and double --batch_sequences, halve --val_sequence_length, or --recompute true"'
+TOO_SHORT = 'raise UserError(f"--val_tokens {s.val_tokens}: {self.val_shard.path} has {LENGTH - 1}")'
 PLUMBING_CHANGES = {
     WINDOW_WARMUP: {
         "BLOCK": ANYTHING,
@@ -256,7 +257,9 @@ PLUMBING_CHANGES = {
     NORMUON: {
         **dict.fromkeys(["STAGES", "CPU_STAGES", "Stage", "stages_of", "stage_at"], ANYTHING),
         "make_settings": ["+stages_of(s)"],
-        **dict.fromkeys(["Shard.read", "Shard.find", "Shard.documents"], ANYTHING),
+        "Shard.": ANYTHING,  # its docstring: the thread reads the file, and does not map it
+        **dict.fromkeys([f"Shard.{x}" for x in ("__init__", "bytes", "read", "find", "documents")], ANYTHING),
+        "Shard.fingerprint": ANYTHING,
         "DistributedDataLoader.": ANYTHING,  # its docstring
         "DistributedDataLoader.__init__": ANYTHING,
         **dict.fromkeys([f"DistributedDataLoader.{name}" for name in ("find_batch", "next_batch")], ANYTHING),
@@ -264,6 +267,10 @@ PLUMBING_CHANGES = {
         "Run.__init__": [
             "-self.loader = DistributedDataLoader(s, world)",
             '+self.loader, self.position = DistributedDataLoader(s, world), self.saved.get("position", [0, 0])',
+            "-if len(self.val_shard.tokens) <= s.val_tokens:",
+            "-" + TOO_SHORT.replace("LENGTH", "len(self.val_shard.tokens)"),
+            "+if self.val_shard.length <= s.val_tokens:",
+            "+" + TOO_SHORT.replace("LENGTH", "self.val_shard.length"),
         ],
         "Run.train": [
             '+lengths = ", ".join(str(length) for length in sorted({stage.length for stage in self.trainer.stages}))',

@@ -55,7 +55,7 @@ STAGES = (
     "        684       1   1.00      1     3 "  # the scheduled steps, in thirds
     "        683       2   1.51      3     7 "
     "        683       3   1.93      5    11 "
-    "         40       3   1.93      6    13 "  # last row but one: the extension, after the learning rates' cooldown
+    "         40       3   1.93      6    13 "  # last row but one: the extension, learning rates stay at their lowest
     "          0       3   1.93      6    20 "  # last row: the last validation, which takes no steps
 )
 CPU_STAGES = (
@@ -137,12 +137,12 @@ class Settings:
 
 def stages_of(s: Settings) -> list[Stage]:
     try:
-        steps, lengths, rates, short, long = ([float(x) for x in s.stages.split()[i::5]] for i in range(5))
-        if min(*lengths, *short, *long, sum(steps[:-2])) < 1 or min(*steps, *rates) < 0 or steps[-1] > 0:
+        kinds, words = enumerate((int, int, float, int, int)), s.stages.split()
+        steps, lengths, rates, short, long = ([kind(word) for word in words[i::5]] for i, kind in kinds)
+        if len(words) % 5 or min(*lengths, *short, *long, sum(steps[:-2])) < 1 or min(*steps, -steps[-1], *rates) < 0:
             raise ValueError
         first_steps = [math.ceil(s.num_iterations * sum(steps[:i]) / sum(steps)) for i in range(len(steps))]
-        rows = zip(first_steps, lengths, rates, short, long, strict=True)
-        return [Stage(a, int(b) * s.sequence_length, c, int(d), int(e)) for a, b, c, d, e in rows]
+        return list(map(Stage, first_steps, (x * s.sequence_length for x in lengths), rates, short, long))
     except (ValueError, TypeError, ArithmeticError):
         raise UserError(f"--stages {s.stages}: rows like those of {' '.join(STAGES.split())} are needed") from None
 
@@ -235,38 +235,41 @@ def join_world(timeout: int) -> World:
         raise UserError(f"cannot start: {one_line(error)} (CUDA_VISIBLE_DEVICES='' trains on the CPU)") from None
 
 
-# ---- Data: memory-mapped shards of tokens, and the loader that deals out their sequences -----------------------------
+# ---- Data: shards of tokens, and the loader that deals out their sequences -------------------------------------------
 class Shard:
-    """A memory-mapped file: a header of 256 int32 (20240520, 1, number of tokens, zeros), then 16-bit tokens."""
+    """A file: a header of 256 int32 (20240520, 1, number of tokens, zeros), then 16-bit tokens."""
 
     def __init__(self, path: str, vocab_size: int):
         self.path, self.vocab_size = path, vocab_size
         header = np.fromfile(path, "<i4", 256) if os.path.isfile(path) else []
         if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
             raise UserError(f"{path}: no token shard; data/cached_fineweb10B.py and data/embedded_corpus.py make them")
-        self.size = os.path.getsize(path)
-        if header[2] < 1 or self.size != 1024 + 2 * int(header[2]):
-            raise UserError(f"{path}: {self.size} bytes do not fit its {header[2]} tokens; fetch or make it again")
-        self.tokens = np.memmap(path, dtype="<u2", mode="r", offset=1024)
+        self.file, self.length, size = open(path, "rb"), int(header[2]), os.path.getsize(path)
+        if self.length < 1 or size != 1024 + 2 * self.length:
+            raise UserError(f"{path}: {size} bytes do not fit its {self.length} tokens; fetch or make it again")
+
+    def bytes(self, first: int, end: int) -> bytes:  # read, not mapped: a mapped file that shrinks kills the process
+        return os.pread(self.file.fileno(), 2 * (end - first), 1024 + 2 * first)
 
     def read(self, *spans: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Inputs, the tokens of these spans (first, end) but for the last one, and targets, the tokens after each."""
-        if os.path.getsize(self.path) != self.size:  # reading beyond the end of a mapped file kills the process
+        tokens = b"".join(self.bytes(*span) for span in spans)
+        if os.path.getsize(self.path) != 1024 + 2 * self.length:
             raise UserError(f"{self.path}: its size changed while it was in use")
-        tokens = torch.from_numpy(np.concatenate([self.tokens[first:end] for first, end in spans]).astype(np.int64))
+        tokens = torch.from_numpy(np.frombuffer(tokens, "<u2").astype(np.int64))
         if tokens.max() >= self.vocab_size:
             raise UserError(f"{self.path}: token {tokens.max()} is outside the vocabulary of {self.vocab_size}")
         return tokens[:-1].to(torch.int32), tokens[1:]
 
     def documents(self, token: int, first: int) -> Iterator[tuple[int, int]]:
-        """The spans of the documents from `first` on; each starts with `token`, and none with the shard's last one."""
-        chunks = range(first, len(self.tokens), 2**14)
+        """The spans of the documents from `first` on; each starts with `token`. The shard's last token starts none."""
+        chunks = range(first, self.length, 2**14)
         starts = ((self.read((i, i + 2**14 + 1))[0] == token).nonzero().flatten() + i for i in chunks)
-        return pairwise(chain((start for chunk in starts for start in chunk.tolist()), [len(self.tokens)]))
+        return pairwise(chain((start for chunk in starts for start in chunk.tolist()), [self.length]))
 
     def fingerprint(self) -> dict:
-        ends = hashlib.sha256(self.tokens[: 2**19].tobytes() + self.tokens[-(2**19) :].tobytes())  # a MiB of each
-        return dict(file=os.path.basename(self.path), tokens=len(self.tokens), sha256=ends.hexdigest())
+        ends = self.bytes(0, 2**19) + self.bytes(max(0, self.length - 2**19), self.length)  # a MiB of each
+        return dict(file=os.path.basename(self.path), tokens=self.length, sha256=hashlib.sha256(ends).hexdigest())
 
 
 class DistributedDataLoader:
@@ -283,7 +286,7 @@ class DistributedDataLoader:
     def __init__(self, s: Settings, world: World):
         self.s, self.world, self.stages = s, world, stages_of(s)
         self.shards = [Shard(path, s.vocab_size) for path in sorted(glob.glob(s.train_files)) or [s.train_files]]
-        self.read_batch([0, 0], max(stage.length for stage in self.stages))  # or say now that there is none
+        self.read_batch([0, 0], max(stage.length for stage in self.stages))  # fail now if no shard is long enough
 
     def read_batch(self, position: list[int], length: int) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
         """This process's sequences of the batch at a position, and the position after it: the number of a shard, which
@@ -319,7 +322,7 @@ class DistributedDataLoader:
 
 
 # ---- Attention: who sees whom, and two ways to compute it ------------------------------------------------------------
-# Shapes: T tokens, V vocabulary, C channels, F in MLPs, H heads, D per head, N blocks, B tokens per block, W per window
+# Shapes: S sequences, T tokens, V vocabulary, C channels, F in MLPs, H heads, D per head, N blocks of B, W per window
 # A token sees itself and the tokens before it that are in its document and at most `window_blocks` blocks back. For a
 # sequence of 7 blocks, two documents that meet inside block 3, and a window of 2 blocks (rows: queries, columns: keys):
 #         0 1 2 3 4 5 6
@@ -383,10 +386,8 @@ def gathered_bias(documents_T: Tensor, window_blocks: int, num_heads: int, dtype
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask | Tensor) -> Tensor:
     """Attention under the mask. FlexAttention needs torch.compile and a GPU: it has no backward pass on a CPU.
-
     Elsewhere each block of queries gets its own copy of the keys and values in its window, and the blocks are the
-    batch: the cost grows with length x window, as FlexAttention's does.
-    """
+    batch: the cost grows with length x window, as FlexAttention's does."""
     if isinstance(mask, BlockMask):
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
         return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
@@ -504,10 +505,8 @@ def fp8_product(a_MK: Tensor, b_NK: Tensor, scale: float, dtype: torch.dtype, fa
 
 class Fp8Linear(torch.autograd.Function):
     """x @ w.mT and its gradients by products in FP8, twice as fast as bfloat16's (public record of 2025-01-13).
-
     Scales bring the numbers into the range of e4m3, which ends at 448. A logit's gradient is at most 1, as the loss is
-    a sum over tokens; it needs e5m2's range more than digits. (Scales: public record of 2025-12-19.)
-    """
+    a sum over tokens; it needs e5m2's range more than digits. (Scales: public record of 2025-12-19.)"""
 
     @staticmethod
     def forward(ctx, x_TC: Tensor, w_VC: Tensor) -> Tensor:
@@ -548,7 +547,7 @@ class GPT(nn.Module):
         self.rotary = Rotary(s)
         self.skip_from, self.skip_to, self.backout_layer = (s.num_layers * layer // 11 for layer in (3, 6, 7))
         self.blocks = nn.ModuleList(
-            Block(s.model_dim, CausalSelfAttention(s, self.rotary, layer) if layer != 6 else None)
+            Block(s.model_dim, CausalSelfAttention(s, self.rotary, layer) if (layer, s.num_layers) != (6, 11) else None)
             for layer in range(s.num_layers)
         )
         self.shortcut_mix = nn.Parameter(torch.tensor([0.0, -1.5, 0.5]))  # smear, skip, backout
@@ -764,11 +763,12 @@ class Trainer:
             NorMuon("attention", [block.attention for block in self.model.blocks if block.attention], world, s),
             NorMuon("mlp", [block.mlp for block in self.model.blocks], world, s),
         ]
+        assert sum(len(share.params) for share in self.shares) == len(named), "a parameter has no optimizer, or two"
         self.windows = torch.zeros(2, dtype=torch.int32, device=world.device)
         self.side_stream = torch.cuda.Stream() if world.on_gpu else None
 
     def set_stage(self, step: int) -> None:
-        """Windows and rotary positions for this step: new values in tensors, for which nothing is compiled again."""
+        """This step's windows and rotary positions: new values in tensors. Rotary ignores the last row's window."""
         if (stage := stage_at(step, self.stages)) != self.stage:
             self.stage = stage
             self.windows.copy_(torch.tensor([stage.short, stage.long]))
@@ -951,8 +951,8 @@ class Run:
         self.s = s = make_settings(flags, world.size, world.on_gpu, self.saved.get("settings"))
         self.loader, self.position = DistributedDataLoader(s, world), self.saved.get("position", [0, 0])
         self.val_shard = Shard((sorted(glob.glob(s.val_files)) or [s.val_files])[0], s.vocab_size)
-        if len(self.val_shard.tokens) <= s.val_tokens:
-            raise UserError(f"--val_tokens {s.val_tokens}: {self.val_shard.path} has {len(self.val_shard.tokens) - 1}")
+        if self.val_shard.length <= s.val_tokens:
+            raise UserError(f"--val_tokens {s.val_tokens}: {self.val_shard.path} has {self.val_shard.length - 1}")
         data = [shard.fingerprint() for shard in [*self.loader.shards, self.val_shard]] if world.rank == 0 else []
         if world.rank == 0 and self.saved.get("data", data) != data:
             raise UserError(f"--resume {self.saved['path']}: that run used other shards")

@@ -57,7 +57,8 @@ def name_the_caller_of_warnings() -> None:
 
 
 def share_compiled_code(folder: str, rank: int) -> None:
-    """Lets rank 0 compile what the others then find in the cache.
+    """Lets rank 0 compile what the others then find in the cache: a whole graph with its backward, which then needs no
+    tracing either, or else the compiled code of each.
 
     Compiled graphs name their card, so all ranks take the first one, each in its own world. Only the last one keeps its
     own number, so that a script that takes the wrong card does not go unnoticed. It compiles its graphs for itself, but
@@ -65,28 +66,47 @@ def share_compiled_code(folder: str, rank: int) -> None:
     """
     if rank < int(os.environ["WORLD_SIZE"]) - 1:
         os.environ["LOCAL_RANK"] = "0"
-    if 0 < rank < int(os.environ["WORLD_SIZE"]) - 1:
+    shares = 0 < rank < int(os.environ["WORLD_SIZE"]) - 1
+    if shares:
         os.nice(10)  # all wait for those two that compile
     if rank == 0:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(os.cpu_count() or 1, 8))
-    compiled = open(f"{folder}/compiled", "ab", buffering=0)  # a byte for each graph that rank 0 has compiled
-    own = 0
+    # a byte for each graph that rank 0 has looked for in the cache, and for each half of one that it has compiled
+    looked, compiled = (open(f"{folder}/{name}", "ab", buffering=0) for name in ("looked", "compiled"))
+    own_looked = own_compiled = 0
 
-    def wait_for_the_first() -> None:
-        """Until rank 0 has compiled as many graphs as this one needs now, or takes too long: no rank depends on it."""
+    def wait_until(done) -> None:
+        """Or until rank 0 takes too long: no rank depends on it."""
         until = time.monotonic() + (LESS_PATIENCE if os.environ["REHEARSAL_OLD_CACHE"] == "1" else PATIENCE)
-        while os.fstat(compiled.fileno()).st_size < own and time.monotonic() < until:
+        while not done() and time.monotonic() < until:
             time.sleep(0.02)
+
+    def take_turns_with_graphs(module) -> None:
+        cache = module.AOTAutogradCache
+        look_up = cache._lookup
+
+        @functools.wraps(look_up)
+        def wait_and_look_up(key, *args, **kwargs):
+            nonlocal own_looked
+            own_looked += 1
+            if rank == 0:
+                looked.write(b".")
+            elif shares:  # once rank 0 looks for the next graph, it has filed this one, or never will
+                place = Path(cache._get_tmp_dir_for_key(key))
+                wait_until(lambda: any(place.glob("[!.]*")) or os.fstat(looked.fileno()).st_size > own_looked)
+            return look_up(key, *args, **kwargs)
+
+        cache._lookup = staticmethod(wait_and_look_up)
 
     def take_turns(module) -> None:
         compile_graph = module._compile_fx_inner
 
         @functools.wraps(compile_graph)
         def compile_or_find(*args, **kwargs):
-            nonlocal own
-            own += 1
+            nonlocal own_compiled
+            own_compiled += 1
             if rank:
-                wait_for_the_first()
+                wait_until(lambda: os.fstat(compiled.fileno()).st_size >= own_compiled)
             done = compile_graph(*args, **kwargs)
             if not rank:
                 compiled.write(b".")
@@ -94,7 +114,13 @@ def share_compiled_code(folder: str, rank: int) -> None:
 
         module._compile_fx_inner = compile_or_find
 
+    def file_whole_graphs(module) -> None:
+        """Compile the backward with the forward: no rank meets the others in a collective with half a graph."""
+        module.force_non_lazy_backward_lowering = True
+
     after_import("torch._inductor.compile_fx", take_turns)
+    after_import("torch._functorch._aot_autograd.autograd_cache", take_turns_with_graphs)
+    after_import("torch._functorch.config", file_whole_graphs)
 
 
 def after_import(name: str, action) -> None:
