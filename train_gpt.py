@@ -348,22 +348,22 @@ class Packing(NamedTuple):
 def document_block_mask(documents_T: Tensor, window_blocks: Tensor) -> BlockMask:
     """FlexAttention's mask, built from the first and last document of each block: a new window is a new value, and
     nothing is compiled again (YouJiacheng and others, public records of 2024-12-08 and 2024-12-10)."""
+    first, last = documents_T.view(-1, BLOCK)[:, 0].contiguous(), documents_T.view(-1, BLOCK)[:, -1].contiguous()
+    block = torch.arange(len(first), dtype=torch.int32, device=documents_T.device)
 
     def document_causal(batch, head, query, key):
         return (query >= key) & (query - key <= window_blocks * BLOCK) & (documents_T[query] == documents_T[key])
 
-    def sorted_blocks(visible_NN: Tensor) -> tuple[Tensor, Tensor]:
-        count = visible_NN.sum(dim=-1, dtype=torch.int32)
-        order = visible_NN.to(torch.int32).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-        return count[None, None].contiguous(), order[None, None].contiguous()
+    def list_blocks(visible_NN: Tensor) -> tuple[Tensor, Tensor]:  # by counting: a kernel that sorts compiles too long
+        so_far_NN = visible_NN.cumsum(dim=-1, dtype=torch.int32)
+        order_NN = (so_far_NN[:, None] <= block[:, None]).sum(dim=-1, dtype=torch.int32).clamp(max=len(block) - 1)
+        return so_far_NN[None, None, :, -1].contiguous(), order_NN[None, None].contiguous()
 
-    first, last = documents_T.view(-1, BLOCK)[:, 0].contiguous(), documents_T.view(-1, BLOCK)[:, -1].contiguous()
-    block = torch.arange(len(first), dtype=torch.int32, device=documents_T.device)
     back = block[:, None] - block
     near, inside = (back >= 0) & (back <= window_blocks), (back > 0) & (back < window_blocks)
     some_visible = near & (first[:, None] <= last) & (first <= last[:, None])
     all_visible = inside & (first[:, None] == last) & (first == last[:, None])
-    partial, full = sorted_blocks(some_visible & ~all_visible), sorted_blocks(all_visible)
+    partial, full = list_blocks(some_visible & ~all_visible), list_blocks(all_visible)
     return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=document_causal)
 
 

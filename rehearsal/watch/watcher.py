@@ -26,7 +26,7 @@ from pathlib import Path
 import peak_memory
 
 HISTORY_EVENTS = 400_000  # allocations and frees that are remembered on rank 0: several full-size steps
-PATIENCE = 90  # seconds that a rank waits for rank 0 to compile a graph, before it does so itself
+PATIENCE = 300  # seconds that a rank waits for rank 0 to compile a graph, before it does so itself
 LESS_PATIENCE = 3  # with a cache of an earlier run: rank 0 may have found there what another rank has to compile
 LABELLED_STEPS = 20  # optimizer steps after which the owners of memory are noted
 
