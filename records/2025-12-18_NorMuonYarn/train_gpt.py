@@ -355,9 +355,9 @@ def document_block_mask(documents_T: Tensor, window_blocks: Tensor) -> BlockMask
         return (query >= key) & (query - key <= window_blocks * BLOCK) & (documents_T[query] == documents_T[key])
 
     def list_blocks(visible_NN: Tensor) -> tuple[Tensor, Tensor]:  # by counting: a kernel that sorts compiles too long
-        so_far_NN = visible_NN.cumsum(dim=-1, dtype=torch.int32)
-        order_NN = (so_far_NN[:, None] <= block[:, None]).sum(dim=-1, dtype=torch.int32).clamp(max=len(block) - 1)
-        return so_far_NN[None, None, :, -1].contiguous(), order_NN[None, None].contiguous()
+        place_NN = visible_NN.cumsum(dim=-1) * visible_NN  # from 1 on; blocks that are not visible share place 0
+        order = block.new_zeros(len(block), len(block) + 1).scatter_(1, place_NN, block.expand_as(place_NN))[:, 1:]
+        return visible_NN.sum(dim=-1, dtype=torch.int32)[None, None], order[None, None].contiguous()
 
     back = block[:, None] - block
     near, inside = (back >= 0) & (back <= window_blocks), (back > 0) & (back < window_blocks)
