@@ -33,6 +33,7 @@ PUBLISHED = {
     "2024-12-17_SparsifyEmbeds": Published(144.0, 135.8, 151.4),
     FITTED_ON: Published(148.1, 139.4, 157.1),
     "2025-08-23_ShardedLongShort": Published(99.5, 94.3, 103.0),
+    "2025-12-18_NorMuonYarn": Published(61.1, 33.0, 87.6),  # the first and the last third; with Flash Attention 3
 }
 
 
