@@ -891,6 +891,14 @@ def test_two_rehearsals_from_nothing_choose_the_same_kernels(prepared, tmp_path)
 
 
 @pytest.mark.rehearsal
+def test_all_ranks_but_the_first_and_the_last_find_their_graphs_and_compile_none(prepared, tmp_path):
+    command = [sys.executable, "-m", "rehearsal", STAND_IN, "--processes", "4", "--fresh", "--output", tmp_path]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+    looked, found = ((tmp_path / "rehearsal" / name).stat().st_size for name in ("looked", "found"))
+    assert found == 2 * looked > 0
+
+
+@pytest.mark.rehearsal
 def test_a_sequence_too_long_for_memory_is_explained_with_settings_that_fit(rehearse):
     exit_code, found, text = rehearse("--processes", "1", "--gpu_memory", "3", "--sequence_length", "32768")
     assert exit_code == 1 and kinds(found) == {"out_of_memory"}

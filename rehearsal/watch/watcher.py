@@ -71,8 +71,9 @@ def share_compiled_code(folder: str, rank: int) -> None:
         os.nice(10)  # all wait for those two that compile
     if rank == 0:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(os.cpu_count() or 1, 8))
-    # a byte for each graph that rank 0 has looked for in the cache, and for each half of one that it has compiled
-    looked, compiled = (open(f"{folder}/{name}", "ab", buffering=0) for name in ("looked", "compiled"))
+    # A byte for each graph that rank 0 has looked for in the cache, for each half of one that it has compiled, and for
+    # each whole graph that another rank has found.
+    looked, compiled, found = (open(f"{folder}/{name}", "ab", buffering=0) for name in ("looked", "compiled", "found"))
     own_looked = own_compiled = 0
 
     def wait_until(done) -> None:
@@ -94,7 +95,10 @@ def share_compiled_code(folder: str, rank: int) -> None:
             elif shares:  # once rank 0 looks for the next graph, it has filed this one, or never will
                 place = Path(cache._get_tmp_dir_for_key(key))
                 wait_until(lambda: any(place.glob("[!.]*")) or os.fstat(looked.fileno()).st_size > own_looked)
-            return look_up(key, *args, **kwargs)
+            graph = look_up(key, *args, **kwargs)
+            if shares and graph is not None:
+                found.write(b".")
+            return graph
 
         cache._lookup = staticmethod(wait_and_look_up)
 
