@@ -74,7 +74,8 @@ def compare_sources(trained: str, path: Path, chosen: bool) -> None:
     if chosen:
         return warn(what)
     same = [record for record in sorted(HERE.glob("records/*/train_gpt.py")) if record.read_text() == trained]
-    raise UserError(f"{what}; --script {same[0] if same else f'{path} takes it all the same, --script PATH another'}")
+    choice = same[0] if same else f"{path} to take it all the same, or --script PATH for another"
+    raise UserError(f"{what}; add --script {choice}")
 
 
 class Model:

@@ -36,7 +36,8 @@ def after_run(path: Path, command: list[str], sample: list[str]) -> Iterator[str
     for number, (what, how) in enumerate(tries):
         yield f"{'' if number else 'next':<9}{what:<{width}}   {how}"
     records = [*([newest.record] if newest else []), Record(name_of_log(log), None, None, [log])]
-    write_page(path.with_suffix(".html"), records, list(tracks(records, None).values()), HOME)
+    title = f"Run {path.stem[:8]}, seed {log.seed}" + (f", beside {newest.name}" if newest else "")
+    write_page(path.with_suffix(".html"), records, list(tracks(records, None).values()), HOME, title)
     yield f"page     {path.with_suffix('.html')}"
 
 
@@ -63,11 +64,13 @@ def next_tries(log: Log, newest: Entry | None, command: list[str], sample: list[
         yield "another seed", shlex.join([*without("--seed", command), "--seed", str(int(log.seed) + 1)])
     if newest:
         both = [newest.name.partition("_")[2] or newest.name, str(log.path)]
-        yield "against the record", shlex.join([python, "-m", "records", "compare", *both])
+        if log.runs[-1].final.step == newest.complete[-1].final.step:
+            yield "against the record", shlex.join([python, "-m", "records", "compare", *both])
         if not same_source(log.source, newest.record.script_source or b""):
             yield "what differs from it", shlex.join([python, "-m", "records", "diff", *both])
     if sample:
-        yield "text from a prompt", shlex.join([python, "sample.py", *sample, "--prompt", "def forward("])
+        prompt = "def forward(" if newest else "The "  # the CPU track's text is code
+        yield "text from a prompt", shlex.join([python, "sample.py", *sample, "--prompt", prompt])
     yield "a record of your own", "see CONTRIBUTING.md"
 
 

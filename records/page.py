@@ -39,11 +39,13 @@ def page(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_page(output: Path, records: list[Record], found: list[list[Entry]], home: Path) -> list:
+def write_page(
+    output: Path, records: list[Record], found: list[list[Entry]], home: Path, title: str = "Records"
+) -> list:
     """Write the page of these records, whose tracks have been found; the diffs that are on it."""
     diffs = find_diffs(records, home)
     without = [record.name for record in records if not any(log.runs for log in record.logs)]
-    content = render(found, diffs, without, output).encode(errors="replace")
+    content = render(found, diffs, without, output, title).encode(errors="replace")
     write_new(output, content, lambda old: old.startswith(START.encode()))
     return diffs
 
@@ -62,7 +64,7 @@ def find_diffs(records: list[Record], home: Path) -> list[tuple[str, str, list[D
     return [(old, new, list(diff_programs(a, b))) for (old, a), (new, b) in pairs]
 
 
-def render(found: list[list[Entry]], diffs: list, without: list[str], output: Path) -> str:
+def render(found: list[list[Entry]], diffs: list, without: list[str], output: Path, title: str = "Records") -> str:
     numbers = {new: number for number, (_, new, _) in enumerate(diffs)}
     body = [render_track(number, entries, numbers, output.parent) for number, entries in enumerate(found)]
     if without:
@@ -76,7 +78,7 @@ def render(found: list[list[Entry]], diffs: list, without: list[str], output: Pa
     # In a script element only "<" can do harm: "</script>" would end it.
     data = json.dumps([curves_of(entries) for entries in found], allow_nan=False).replace("<", "\\u003c")
     style, script = ((HERE / name).read_text() for name in ("page.css", "page.js"))
-    return PAGE.format(start=START, style=style, body="\n".join(body), data=data, script=script)
+    return PAGE.format(start=START, title=escape(title), style=style, body="\n".join(body), data=data, script=script)
 
 
 # ---- Table and curves of one track -----------------------------------------------------------------------------------
@@ -218,9 +220,10 @@ untick a record to hide it.</p>"""
 CONTROLS = """<p class="controls"><button data-show="all">show all</button> <button data-show="none">hide all</button>
 <label><input type="checkbox" data-log="x"> log time and steps</label>
 <label><input type="checkbox" data-log="y"> log loss</label>
-<label>from <select data-from><option value="0.2">the start</option><option value="0.5">half of the steps</option>
-<option value="0.8">80 %</option><option value="0.95">95 %</option></select> on</label>
-<label>training loss, thin: <input type="range" min="0" max="0.95" step="0.05" value="0" data-smooth> smoothing</label>
+<label>show <select data-from><option value="0.2">all</option><option value="0.5">the last half</option>
+<option value="0.8">the last 20 %</option><option value="0.95">the last 5 %</option></select> of the steps</label>
+<label>smooth the training loss (thin)
+<input type="range" min="0" max="0.95" step="0.05" value="0" data-smooth></label>
 </p><noscript><p>The curves need JavaScript.</p></noscript>"""
 
 PAGE = """{start}<html lang="en">
@@ -229,13 +232,13 @@ PAGE = """{start}<html lang="en">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <link rel="icon" href="data:,">
-<title>Records</title>
+<title>{title}</title>
 <style>
 {style}</style>
 </head>
 <body>
 <main>
-<h1>Records</h1>
+<h1>{title}</h1>
 {body}
 </main>
 <script type="application/json" id="curves">{data}</script>

@@ -300,11 +300,14 @@ def report(plan: dict, folder: Path, runs: int, default_target: float, paint: Pa
     if faster:
         percent = saved(times, faster)
         print(paint(f"{names[faster]} is faster to the target, by {percent:.1f} %", "bold green"))
-    else:
+    elif runs > 1:
         print(paint("no winner in time: the difference is within the noise, or not every run got there", "bold yellow"))
         if quicker:
             print(f"the steps of {names[quicker]} take less time, by {saved(step_times, quicker):.1f} %")
-    print(f"{names[better]} ends at a lower loss" if better else "no winner in loss: within the noise")
+    if runs > 1:
+        print(f"{names[better]} ends at a lower loss" if better else "no winner in loss: within the noise")
+    else:
+        print(paint("no verdict: one pair does not show the noise; --runs 2 or more goes on from here", "bold yellow"))
     print(paint("\nto paste", "bold"))
     summarize(plan, folder, runs, {"time to target": times, "time per step": step_times, "final loss": losses})
     return 0
@@ -338,7 +341,8 @@ def compare(values: dict, names: dict, unit: str, digits: int) -> str | None:
     differences = [b - a for a, b in zip(values["A"], values["B"], strict=True)]
     difference = mean(differences)
     if len(differences) < 2 or not math.isfinite(difference):
-        print(f"  B - A: {difference:+.{digits}f}{unit}, without an interval: that takes two pairs, and numbers")
+        why = "that takes two pairs" if math.isfinite(difference) else "a run did not end with a number"
+        print(f"  B - A: {difference:+.{digits}f}{unit}, without an interval: {why}")
         return None
     half = half_interval(differences)
     low, high = difference - half, difference + half

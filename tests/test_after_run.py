@@ -74,6 +74,21 @@ def test_another_seed_keeps_the_other_settings(here):
     assert not any("another seed" in line for line in told(here, build_log(), ["./run.sh", "--resume=latest"]))
 
 
+def test_a_run_of_fewer_steps_is_not_to_be_compared_with_the_record(here):
+    lines = told(here, build_log(seed=7, steps=100, source=NEW))
+    assert not any("compare" in line for line in lines) and any(" diff " in line for line in lines)
+
+
+def test_the_page_is_named_after_the_run(here):
+    told(here, build_log(seed=7))
+    assert "<h1>Run run, seed 7, beside 2_New</h1>" in (here / "logs/run.html").read_text()
+
+
+def test_a_prompt_suits_the_text_that_was_learned(here):
+    for log, prompt in (build_log(), "'def forward('"), (build_log(2.5, target=0, data=OTHER_DATA), "'The '"):
+        assert any(line.endswith(f"sample.py x.pt --prompt {prompt}") for line in told(here, log, sample=["x.pt"]))
+
+
 def test_on_other_data_or_without_a_target_the_run_is_alone(here):
     lines = told(here, build_log(2.5, target=0, data=OTHER_DATA))
     assert lines[0] == "result   validation loss 2.5000 after 204.3 s of training"

@@ -51,6 +51,14 @@ def test_race_calls_no_winner_within_the_noise(tmp_path):
     assert "no winner in time" in out and "no winner in loss" in out and "is faster" not in out
 
 
+def test_a_race_of_one_pair_has_no_verdict(tmp_path):
+    fake_script(tmp_path, "one.py")
+    fake_script(tmp_path, "two.py")
+    out = race("one.py", "two.py", "--runs", 1, "--nproc", 1, cwd=tmp_path).out
+    assert "no verdict: one pair does not show the noise" in out and "without an interval: that takes two pairs" in out
+    assert "no winner" not in out and "within the noise" not in out
+
+
 def test_race_gives_no_time_where_a_run_never_reached_the_target(tmp_path):
     fake_script(tmp_path, "good.py", noise=0.1)
     fake_script(tmp_path, "fast_but_bad.py", ms=10.0, final=3.2801, noise=0.1)

@@ -217,11 +217,13 @@ def test_a_script_that_differs_is_named_and_must_be_chosen(trained, tmp_path, mo
     (tmp_path / "sample.py").write_text((ROOT / "sample.py").read_text())
     result = run_sample(trained, script=tmp_path / "sample.py")
     assert result.returncode == 2 and result.stdout == b""
-    assert result.stderr.decode().startswith(difference + "; --script ") and result.stderr.count(b"\n") == 1
+    assert result.stderr.decode().startswith(difference + "; add --script ") and result.stderr.count(b"\n") == 1
     record = tmp_path / "records/2025-01-01_Test/train_gpt.py"
     record.parent.mkdir(parents=True)
     record.write_text(SCRIPT.read_text())
-    assert run_sample(trained, script=tmp_path / "sample.py").stderr.decode() == f"{difference}; --script {record}\n"
+    assert (
+        run_sample(trained, script=tmp_path / "sample.py").stderr.decode() == f"{difference}; add --script {record}\n"
+    )
     assert run_sample(trained, "--script", str(record), script=tmp_path / "sample.py").stderr == b""
 
 
