@@ -186,6 +186,7 @@ def environment(folder: Path, cache: Path, script: Path, card: Card) -> dict[str
         # many ranks share few cores here; rank 0 compiles for them and takes more (see watcher.py)
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD": "1",  # ranks find graphs of autograd functions, too
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # there is no cuDNN: torch's own attention is then Flash Attention
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",  # kernels then carry the bytes that they read and write
         "TORCH_LOGS": "graph_breaks,recompiles",

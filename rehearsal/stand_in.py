@@ -172,6 +172,7 @@ def main():
         model.zero_grad(set_to_none=True)
 
     def validate():
+        torch.cuda.synchronize()  # as a script that stops its clock
         with torch.no_grad():
             for i, (inputs, targets) in enumerate(batches(settings.val_files, settings.sequence_length)):
                 if i * settings.sequence_length >= settings.val_tokens:

@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 
+from torch._subclasses import FakeTensor  # what a graph is traced with: it launches nothing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -91,7 +92,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        inputs = [x for x in self.tensors((args, kwargs)) if x.is_cuda]
+        inputs = [x for x in self.tensors((args, kwargs)) if x.is_cuda and not isinstance(x, FakeTensor)]
         if getattr(func, "namespace", "") not in COMPUTING or func.is_view or not inputs:
             return func(*args, **kwargs)
         results = self.tensors([kwargs.get("out")])
