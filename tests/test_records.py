@@ -268,8 +268,8 @@ PLUMBING_CHANGES = {
             "-self.loader = DistributedDataLoader(s, world)",
             '+self.loader, self.position = DistributedDataLoader(s, world), self.saved.get("position", [0, 0])',
             "-if len(self.val_shard.tokens) <= s.val_tokens:",
-            "-" + TOO_SHORT.replace("LENGTH", "len(self.val_shard.tokens)"),
             "+if self.val_shard.length <= s.val_tokens:",
+            "-" + TOO_SHORT.replace("LENGTH", "len(self.val_shard.tokens)"),
             "+" + TOO_SHORT.replace("LENGTH", "self.val_shard.length"),
         ],
         "Run.train": [

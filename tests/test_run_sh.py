@@ -66,7 +66,7 @@ def test_it_says_what_it_chose_trains_and_shows_a_sample(copy, shards):
         f"next     another seed           ./run.sh {shlex.join(shards)} --save_every=100 --target_loss=9 --seed 2"
         in lines
     )
-    assert f"sample.py {saved} --prompt 'def forward('" in result.stdout
+    assert f"sample.py {saved} --prompt 'The '" in result.stdout
     assert f"page     {log.with_suffix('.html')}" in lines and (copy / log).with_suffix(".html").is_file()
     place = lines.index(f"what the model writes (python sample.py {saved}):")
     assert lines[place + 1 :]  # what an untrained model writes is nothing to compare with

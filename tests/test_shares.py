@@ -22,7 +22,8 @@ SIZES = [2, 3, 5]
 of_each_size = pytest.mark.parametrize("size", SIZES)
 STEPS = 11  # so that a gradient of the tables waits for the next step, where Adam updates them every second one
 SEQUENCES = 7  # of which each has a gradient of its own
-# 8 layers, one of them without attention: 28 and 16 matrices. Tables of 128 rows, which 5 does not divide, nor 3.
+# 8 layers, in ShardedLongShort one of them without attention: 28 or 32 matrices, and 16 in MLPs.
+# Tables of 128 rows, which 5 does not divide, nor 3.
 SETTINGS = dict(vocab_size=100, document_token=99, num_layers=8, num_heads=1, model_dim=16, sequence_length=128)
 SETTINGS |= dict(batch_sequences=SEQUENCES, val_sequence_length=128, val_tokens=128, dtype="float32")
 SETTINGS |= dict(num_iterations=20, momentum_warmup=5, embedding_lr=0.05, scalar_eps=1e-3)
@@ -292,13 +293,15 @@ def test_all_processes_have_the_same_weights_to_the_last_bit(groups, script, siz
 @of_each_size
 def test_a_process_keeps_only_its_share_of_tables_and_matrices_and_padding_stays_zero(groups, script, size):
     tables = [f"value_embedding.{'tables.' * (script is SHARDED)}{i}.weight" for i in range(3)]
-    rows = dict.fromkeys(["embedding.weight", *tables, "head"], 128) | dict(attention=7 * 4, mlp=8 * 2)
+    attentions = 7 if script is SHARDED else 8
+    rows = dict.fromkeys(["embedding.weight", *tables, "head"], 128) | dict(attention=attentions * 4, mlp=8 * 2)
     shared = {name: math.ceil(count / size) for name, count in rows.items()}
-    mixing, gates = (4, 7) if script is SHARDED else (3, 8)  # skips or shortcuts; attention's and smear's
+    mixing, gates = (4, 7) if script is SHARDED else (3, 9)  # skips or shortcuts; attention's and smear's
     for process in groups[script, size]:
         shapes = process["shapes"]
         assert {name: shapes[name][0] for name in rows} == shared and process["padding"] == [0] * len(shapes)
-        assert shapes["scalars"] == (mixing + 8 * 2 + 7 * 2,) and shapes["gates"] == (gates, 12), "everyone has all"
+        assert shapes["scalars"] == (mixing + 8 * 2 + attentions * 2,)  # everyone has all
+        assert shapes["gates"] == (gates, 12)
         for name, kept in process["kept"].items():
             numbers = math.prod(shapes[name.rpartition(".")[0]])
             if name in ("attention.square", "mlp.square"):  # one for each row, or column, of a matrix
@@ -382,7 +385,7 @@ def test_every_parameter_has_one_share_with_the_rates_decay_and_eps_of_the_setti
     assert [share.eps for share in adams] == [1e-6] * 6 + [1e-3] and {share.every for share in adams} == {2}
     assert [share.betas for share in adams] == BETAS[:1] * 3 + BETAS
     assert [share.decay for share in adams] == [0.1] * 6 + [0] and {attention.every, mlp.every} == {1}
-    assert attention.rates.flatten().tolist() == [1] * 4 * 7 and mlp.rates.flatten().tolist() == [2, 4] * 8
+    assert attention.rates.flatten().tolist() == [1] * 4 * 8 and mlp.rates.flatten().tolist() == [2, 4] * 8
 
 
 @of_both
