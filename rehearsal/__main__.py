@@ -86,9 +86,10 @@ def rehearse(ours: argparse.Namespace, given: dict[str, str]) -> dict:
     if stored.exists() and not (ours.fresh or ours.cache):
         found = json.loads(stored.read_text())
         say(f"nothing has changed since the rehearsal of {found['when']}: its report (--fresh rehearses again)")
-        if ours.output:
-            ours.output.mkdir(parents=True, exist_ok=True)
-            write_files(found, ours.output.resolve())
+        if ours.output or not Path(found["folder"]).is_dir():  # a folder that somebody has removed is made again
+            output = ours.output or launch.new_folder()
+            output.mkdir(parents=True, exist_ok=True)
+            write_files(found, output.resolve())
         return found
     found = run_and_collect(ours, script, given, card)
     if found["run"]["exit_code"] == 0:  # what went wrong may have been the machine's fault

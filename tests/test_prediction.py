@@ -653,10 +653,10 @@ def unchanged(tmp_path, monkeypatch, softcap):
 
     monkeypatch.setattr(launch, "run", refuse)
 
-    def leave(given: dict, counts: dict = softcap) -> None:
+    def leave(given: dict, counts: dict = softcap, folder: Path = tmp_path) -> None:
         path = launch.stored_report(launch.fingerprint(script, given, 8, launch.Card(8)))
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(a_report(counts, script=str(script), given=given, folder=str(tmp_path))))
+        path.write_text(json.dumps(a_report(counts, script=str(script), given=given, folder=str(folder))))
 
     return script, leave
 
@@ -686,6 +686,16 @@ def test_against_compares_two_settings_and_keeps_the_comparison(unchanged, tmp_p
     assert json.loads((tmp_path / "comparison.json").read_text())["predicted_ms"]["step"]["ours"] == pytest.approx(
         148.1, abs=0.01
     )
+
+
+def test_a_stored_report_whose_folder_was_removed_gets_a_new_one(unchanged, tmp_path, capsys):
+    script, leave = unchanged
+    leave({}, folder=tmp_path / "removed")
+    leave({"num_layers": "4"})
+    assert main([str(script), "--against", "--num_layers", "4"]) == 0
+    (made,) = (tmp_path / "home" / "runs").iterdir()
+    assert f"in {made}" in capsys.readouterr().out
+    assert {"report.json", "comparison.json"} <= {path.name for path in made.iterdir()}
 
 
 @pytest.mark.parametrize(
