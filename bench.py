@@ -59,18 +59,27 @@ def other_script(which: str, folder: Path) -> Path:
     return path
 
 
-def run(script: Path, settings: list[str]) -> str:
+def run(script: Path, settings: list[str], processes: str = "") -> str:
     """The output of a run by run.sh, with as many processes and threads as it chooses."""
     command = [str(HERE / "run.sh"), str(script), *settings]
-    result = subprocess.run(command, env=CPU_TRACK, capture_output=True, text=True)
+    result = subprocess.run(command, env=dict(PROCESSES=processes) | CPU_TRACK, capture_output=True, text=True)
     if result.returncode:
         last = (result.stderr.splitlines() or result.stdout.splitlines() or ["no output"])[-1]
         raise UserError(f"{script} ended with code {result.returncode}: {last}")
     return result.stdout
 
 
-def step_milliseconds(script: Path, settings: list[str]) -> float:
-    return float(re.findall(r"^step:.* step_avg:([\d.]+)ms", run(script, settings), re.MULTILINE)[-1])
+def step_milliseconds(script: Path, settings: list[str]) -> tuple[float, float]:
+    """Of a step, and of 1,000 tokens: scripts have steps of different lengths, and one script has in its stages."""
+    output = run(script, settings)
+    step = float(re.findall(r"^step:.* step_avg:([\d.]+)ms", output, re.MULTILINE)[-1])
+    folder = next(word for word in settings if word.startswith("--log_dir=")).partition("=")[2]
+    about = max(Path(folder).glob("*.txt"), key=lambda log: log.stat().st_mtime_ns).read_text()
+    s = json.loads(re.search(r"^settings: (\{.*)", about, re.MULTILINE)[1])
+    words = [float(word) for word in s.get("stages", "1 1 1 1 1").split()]
+    steps, lengths = words[::5], words[1::5]
+    length = sum(a * b for a, b in zip(steps, lengths, strict=True)) / sum(steps) * s["sequence_length"]
+    return step, 1000 * step / (length * s["batch_sequences"])
 
 
 def startup_seconds(settings: list[str]) -> float:
@@ -88,12 +97,12 @@ def startup_seconds(settings: list[str]) -> float:
 
 # ---- Parts of a step: run.sh starts this file too, in the script's place, so that the parts are measured as they run -
 def step_parts(flags: list[str]) -> dict:
-    """Median milliseconds of the parts of a step, and its floating-point operations in all processes."""
+    """Median milliseconds of the parts of a step, and the mean number of its floating-point operations."""
     world = train_gpt.join_world(600)
     s = train_gpt.make_settings(train_gpt.parse_flags(flags), world.size, world.on_gpu)
     trainer, loader = train_gpt.Trainer(s, world), train_gpt.DistributedDataLoader(s, world)
     trainer.warm_up(loader)
-    times, batches = defaultdict(list), loader.batches(0, [0, 0])
+    times, batches, spans = defaultdict(list), loader.batches(0, [0, 0]), []
 
     def timed(name: str, work: Callable) -> Callable:
         def measured(*arguments):
@@ -104,21 +113,36 @@ def step_parts(flags: list[str]) -> dict:
 
         return measured
 
-    stacks = [share for share in trainer.shares if isinstance(share, train_gpt.NorMuon)]
-    for i, muon in enumerate(stacks):
-        muon.update = timed(f"muon {i}", muon.update)
+    def spanned(work: Callable) -> Callable:
+        def measured(*arguments):
+            started = time.perf_counter()
+            work(*arguments)
+            spans.append((started, time.perf_counter()))
+
+        return measured
+
+    for muon in (share for share in trainer.shares if isinstance(share, train_gpt.NorMuon)):
+        muon.update = spanned(muon.update)
     next_batch, backward = timed("loader", lambda: next(batches)[1]), timed("backward", trainer.backward)
     update = timed("update", trainer.update)
     for step in range(s.num_iterations):
         backward(next_batch(), step)
         update(step)
-    with FlopCounterMode(display=False) as counter:
-        trainer.backward(next_batch(), s.num_iterations - 1)
-        trainer.update(s.num_iterations - 1)
+        starts, ends = zip(*spans, strict=True)  # they may run at the same time
+        times["muon"].append(1000 * (max(ends) - min(starts)))
+        spans.clear()
+    trainer.map, flops = map, 0  # torch counts in one thread only
+    lengths = [train_gpt.stage_at(step, trainer.stages).length for step in range(s.num_iterations)]
+    for length in set(lengths):
+        step = lengths.index(length)
+        batch = next(loader.batches(step, [0, 0]))[1]
+        with FlopCounterMode(display=False) as counter:
+            trainer.backward(batch, step)
+            trainer.update(step)
+        flops += counter.get_total_flops() * lengths.count(length) / len(lengths)
     parts = {name: median(values) for name, values in times.items()}
-    parts["muon"] = sum(parts.pop(f"muon {i}") for i in range(len(stacks)))
     step = parts["loader"] + parts["backward"] + parts["update"]
-    return parts | dict(step=step, flops=counter.get_total_flops() * world.size, rank=world.rank)
+    return parts | dict(step=step, flops=flops * world.size, rank=world.rank)
 
 
 def peak_flops(dtype: torch.dtype, size: int) -> float:
@@ -184,9 +208,10 @@ def measure_step(figures: Figures, options: argparse.Namespace, old: Path, dtype
     """A step of this script and of the other one, its parts, and the machine's peak, in turn."""
     rounds = []
     for _ in range(options.rounds):
-        output = run(Path(__file__), ["--parts", *settings])
+        output = run(Path(__file__), ["--parts", *settings], processes="1")
         parts = json.loads(re.search(r"^parts (.*)", output, re.MULTILINE)[1])
-        parts |= dict(new=step_milliseconds(HERE / "train_gpt.py", settings), old=step_milliseconds(old, settings))
+        new, old_one = step_milliseconds(HERE / "train_gpt.py", settings), step_milliseconds(old, settings)
+        parts |= dict(new=new[0], old=old_one[0], new_tokens=new[1], old_tokens=old_one[1])
         rounds.append(parts | dict(peak=peak_flops(getattr(torch, dtype), options.matrix)))
 
     def add(name: str, unit: str, figure: Callable[[dict], float], limit: str = "") -> None:
@@ -194,8 +219,10 @@ def measure_step(figures: Figures, options: argparse.Namespace, old: Path, dtype
 
     add("a step", "ms", lambda x: x["new"])
     add(f"a step of {options.against}", "ms", lambda x: x["old"])
-    add("a step, part of that one's", "", lambda x: x["new"] / x["old"], "at most 0.5")
-    add("operations in a step, counted by torch", "GFLOP", lambda x: x["flops"] / 1e9)
+    add("1,000 tokens", "ms", lambda x: x["new_tokens"])
+    add(f"1,000 tokens of {options.against}", "ms", lambda x: x["old_tokens"])
+    add("a token, part of that one's", "", lambda x: x["new_tokens"] / x["old_tokens"], "at most 0.5")
+    add("operations in a step, counted by torch, mean", "GFLOP", lambda x: x["flops"] / 1e9)
     add(f"matrix peak, {options.matrix} x {options.matrix}", "GFLOP/s", lambda x: x["peak"] / 1e9)
     add("a step's part of the peak", "%", lambda x: 100 * x["flops"] / (x["new"] / 1000 * x["peak"]), "at least 40")
     add("Muon's part of a step", "%", lambda x: 100 * x["muon"] / x["step"], "at most 6")

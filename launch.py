@@ -64,7 +64,13 @@ def count_gpus() -> int:
     return len([name for name in visible if name.strip() not in ("", "-1")]) if present else 0
 
 
-def plan(settings: list[str]) -> tuple[int, list[str]]:
+def cpu_processes(source: str, cores: int) -> int:
+    """How many processes a script needs to keep the cores busy: one if it computes its sequences in threads, as the
+    current one does; the records before it are fastest with one for each of the CPU track's two sequences."""
+    return 1 if "torch.set_num_threads" in source else min(2, cores)
+
+
+def plan(script: Path, settings: list[str]) -> tuple[int, list[str]]:
     """How many processes to start, and the command that makes sure of the data. Says what it chose and why."""
     own_data = "your training files" if value_of("train_files", settings) else ""
     if value_of("resume", settings) not in ("", "latest"):
@@ -78,12 +84,13 @@ def plan(settings: list[str]) -> tuple[int, list[str]]:
         processes, command, corpus = int(wanted or gpus), ["data/cached_fineweb10B.py", "10"], "FineWeb"
         how = f"{gpus} GPUs: the record's settings, one process on each of {processes}"
     else:
-        # One process per sequence of the CPU track's batch: faster than one process with all the cores.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        processes, command, corpus = int(wanted or min(2, cores)), ["data/embedded_corpus.py"], "the embedded corpus"
+        processes = int(wanted or cpu_processes(script.read_text(), cores))
+        command, corpus = ["data/embedded_corpus.py"], "the embedded corpus"
         threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
         os.environ |= KEEP_MEMORY
-        how = f"no GPU: the CPU track's settings, {processes} processes of {threads} threads on {cores} cores"
+        started = "1 process" if processes == 1 else f"{processes} processes"
+        how = f"no GPU: the CPU track's settings, {started} with {threads} threads on {cores} cores"
     print(f"{how}; {own_data or corpus}", flush=True)
     return processes, [] if own_data else [sys.executable, *command]
 
@@ -148,7 +155,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, flush=True)
         return subprocess.call([sys.executable, str(script), "--help"])
     started = time.time()
-    processes, get_data = plan(settings)
+    processes, get_data = plan(script, settings)
     code = run_processes(script, processes, settings, get_data)
     saved = newest_checkpoint(settings, started)
     if saved and code:

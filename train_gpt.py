@@ -97,7 +97,7 @@ class Settings:
     num_iterations: int = setting(2090, "training steps", (1, 999_999), cpu=250)
     cooldown_frac: float = setting(0.55, "last part of the steps, in which learning rates fall", (0, 1))
     final_lr: float = setting(0.1, "what is left of the learning rates at the end, as a factor", (0, 1))
-    embedding_lr: float = setting(0.6, "Adam's learning rate for the embedding tables", (0, 1e6), cpu=0.2)
+    embedding_lr: float = setting(0.6, "Adam's learning rate for the embedding tables", (0, 1e6), cpu=0.1)
     head_lr: float = setting(0.008, "Adam's learning rate for the output head", (0, 1e6))
     gate_lr: float = setting(0.008, "Adam's learning rate for attention's gates", (0, 1e6))
     scalar_lr: float = setting(0.04, "Adam's learning rate for the mixing weights", (0, 1e6))
@@ -280,7 +280,7 @@ class DistributedDataLoader:
         sequences    0 0 0 0 1 1 1 1 1 1      |2 2 3 3 3 3 3 3 4 4  |5 5 5 5
 
     A step takes the next `batch_sequences`, which lie in one shard; sequence i goes to rank i % size: any number of
-    processes trains on the same tokens. On a CPU, a process's sequences share one forward pass.
+    processes trains on the same tokens.
     """
 
     def __init__(self, s: Settings, world: World):
@@ -307,7 +307,7 @@ class DistributedDataLoader:
         raise UserError(f"{self.s.train_files}: no shard has documents for {self.s.batch_sequences} x {length} tokens")
 
     def batches(self, step: int, position: list[int]) -> Iterator[tuple[list[int], list[tuple[Tensor, Tensor]]]]:
-        """From this step on, each step's position and this process's micro-batches. A thread reads one batch ahead."""
+        """From this step on, each step's position and this process's sequences. A thread reads one batch ahead."""
         with ThreadPoolExecutor(max_workers=1) as thread:
             reading = thread.submit(self.read_batch, position, stage_at(step, self.stages).length)
             while True:
@@ -315,14 +315,12 @@ class DistributedDataLoader:
                 reading = thread.submit(self.read_batch, after, stage_at(step, self.stages).length)
                 if self.world.on_gpu:
                     batch = [[x.pin_memory().to(device, non_blocking=True) for x in pair] for pair in batch]
-                else:
-                    batch = [[torch.stack(parts) for parts in zip(*batch, strict=True)]]
                 yield position, batch
                 position = after
 
 
 # ---- Attention: who sees whom, and two ways to compute it ------------------------------------------------------------
-# Shapes: S sequences, T tokens, V vocabulary, C channels, F in MLPs, H heads, D per head, N blocks of B, W per window
+# Shapes: T tokens, V vocabulary, C channels, F in MLPs, H heads, D per head, N blocks of B, W per window
 # A token sees itself and the tokens before it that are in its document and at most `window_blocks` blocks back. For a
 # sequence of 7 blocks, two documents that meet inside block 3, and a window of 2 blocks (rows: queries, columns: keys):
 #         0 1 2 3 4 5 6
@@ -336,11 +334,9 @@ class DistributedDataLoader:
 
 
 class Packing(NamedTuple):
-    """How the tokens of a forward pass are packed: all that an attention layer can know about it, besides its input.
-    A mask is FlexAttention's; or, for gathered blocks, a bias of 0 or -inf."""
+    """How documents are packed into a sequence. A mask is FlexAttention's; or, for gathered blocks, 0 or -inf."""
 
     documents_T: Tensor  # number of each token's document, growing; for ideas that need more than the masks
-    length: int  # tokens per sequence
     short: BlockMask | Tensor  # the mask with the short window, for most layers
     long: BlockMask | Tensor  # with the long one, for a few
 
@@ -373,10 +369,11 @@ def gather_window(x_NHBD: Tensor, window_blocks: int) -> Tensor:
     return torch.cat([padded[i : i + len(x_NHBD)] for i in range(window_blocks + 1)], dim=2)
 
 
-def gathered_bias(documents_T: Tensor, window_blocks: int, num_heads: int, dtype: torch.dtype) -> Tensor:
+@torch.compiler.disable  # shapes that depend on the window's value cannot be compiled
+def gathered_bias(documents_T: Tensor, window_blocks: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     """The same mask for attention over gathered blocks: 0 where query B of a block sees key W of its window."""
     documents = documents_T.view(-1, 1, BLOCK, 1) + 1  # so that 0, which gather_window pads with, is no document
-    seen_NHBW = documents == gather_window(documents, min(window_blocks, len(documents))).mT
+    seen_NHBW = documents == gather_window(documents, min(int(window_blocks), len(documents))).mT
     key = torch.arange(seen_NHBW.size(-1), device=documents_T.device)
     query = key[-BLOCK:, None]  # the block's queries are the last of its window
     seen_NHBW &= (query >= key) & (query - key <= window_blocks * BLOCK)
@@ -410,10 +407,9 @@ def matrices(count: int, rows: int, columns: int) -> nn.Parameter:
     return nn.Parameter(weights)
 
 
-def previous_token(x: Tensor, length: int) -> Tensor:
-    """For each token, what the one before it has in x; the first token of a sequence has its own."""
-    x_ST = x.unflatten(0, (-1, length))
-    return torch.cat([x_ST[:, :1], x_ST[:, :-1]], dim=1).flatten(0, 1)
+def previous_token(x: Tensor) -> Tensor:
+    """For each token, what the one before it has in x; the first one has its own."""
+    return torch.cat([x[:1], x[:-1]])
 
 
 class Rotary(nn.Module):
@@ -439,10 +435,9 @@ class Rotary(nn.Module):
         cos_TD, sin_TD = angle_TD.cos() * scale**0.5, angle_TD.sin() * scale**0.5  # the root for queries, and for keys
         self.cos_sin.copy_(torch.stack([cos_TD.repeat(1, 2), torch.cat([sin_TD, -sin_TD], 1)])[:, :, None])
 
-    def forward(self, x_THD: Tensor, length: int) -> Tensor:
-        x_STHD = x_THD.float().unflatten(0, (-1, length))  # S sequences side by side: each has positions of its own
-        partner, (cos_T1D, sin_T1D) = x_STHD.roll(x_THD.size(-1) // 2, dims=-1), self.cos_sin[:, :length]
-        return (x_STHD * cos_T1D + partner * sin_T1D).type_as(x_THD).flatten(0, 1)
+    def forward(self, x_THD: Tensor) -> Tensor:
+        x, (cos_T1D, sin_T1D) = x_THD.float(), self.cos_sin[:, : len(x_THD)]
+        return torch.addcmul(x * cos_T1D, x.roll(x.size(-1) // 2, dims=-1), sin_T1D).type_as(x_THD)
 
 
 class CausalSelfAttention(nn.Module):
@@ -461,9 +456,9 @@ class CausalSelfAttention(nn.Module):
         qkv_mix, project_mix = self.matrix_mix  # times a matrix: less work than times all tokens
         qkv = F.linear(x_TC, qkv_mix * qkv_weights.flatten(0, 1)).unflatten(-1, (3 * self.s.num_heads, -1))
         qk, v = qkv.split([2 * self.s.num_heads, self.s.num_heads], dim=1)
-        q, k = self.rotary(norm(qk), packing.length).chunk(2, dim=1)
+        q, k = self.rotary(norm(qk)).chunk(2, dim=1)
         if self.shift_keys:  # a query then finds what followed a token: one layer can copy (record of 2025-12-14)
-            k = torch.where(self.rotary.still_D, previous_token(k, packing.length), k)
+            k = torch.where(self.rotary.still_D, previous_token(k), k)
         v = v if value_embedding_TC is None else v + value_embedding_TC.view_as(v)
         y_THD = attend(q, k, v, packing.long if self.long else packing.short)
         gate_TH = torch.sigmoid(F.linear(x_TC[:, : self.s.gate_channels], self.gate.type_as(x_TC)))
@@ -559,28 +554,26 @@ class GPT(nn.Module):
             self.embedding.bfloat16()
             self.value_embedding.bfloat16()
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Tensor) -> Tensor:
-        logits_TV = self.logits(self.hidden(inputs, windows))
-        return F.cross_entropy(logits_TV, targets.flatten(), reduction="none").float().mean()
+    def forward(self, inputs_T: Tensor, targets_T: Tensor, windows: Tensor) -> Tensor:
+        logits_TV = self.logits(self.hidden(inputs_T, windows))
+        return F.cross_entropy(logits_TV, targets_T, reduction="none").float().mean()
 
-    def pack(self, inputs: Tensor, windows: Tensor) -> Packing:
-        if inputs.size(-1) % BLOCK:
-            raise ValueError(f"sequences must be whole blocks of {BLOCK} tokens; these are {tuple(inputs.shape)}")
-        starts = inputs == self.s.document_token
-        starts[..., 0] = True  # sequences side by side do not see each other
-        documents_T, length = starts.flatten().cumsum(0), inputs.size(-1)
+    def pack(self, inputs_T: Tensor, windows: Tensor) -> Packing:
+        if inputs_T.ndim != 1 or len(inputs_T) % BLOCK:
+            raise ValueError(f"inputs must be one row of whole blocks of {BLOCK} tokens, not {tuple(inputs_T.shape)}")
+        documents_T = (inputs_T == self.s.document_token).cumsum(0)
         if self.use_flex:
             masks = [document_block_mask(documents_T, window) for window in windows]
         else:
-            masks = [gathered_bias(documents_T, int(window), self.s.num_heads, self.dtype) for window in windows]
-        return Packing(documents_T, length, *masks)
+            masks = [gathered_bias(documents_T, window, self.s.num_heads, self.dtype) for window in windows]
+        return Packing(documents_T, *masks)
 
-    def hidden(self, inputs: Tensor, windows: Tensor) -> Tensor:
-        """The output of the last layer, normed, for a sequence or for several of one length."""
-        packing, inputs_T, (smear, skip, backout) = self.pack(inputs, windows), inputs.flatten(), self.shortcut_mix
+    def hidden(self, inputs_T: Tensor, windows: Tensor) -> Tensor:
+        """The output of the last layer, normed."""
+        packing, (smear, skip, backout) = self.pack(inputs_T, windows), self.shortcut_mix
         x = self.embedding(inputs_T).to(self.dtype)
         gate_T1 = torch.sigmoid(F.linear(x[:, : self.s.gate_channels], self.smear_gate.type_as(x)))
-        x = x0 = norm(x + smear * gate_T1 * previous_token(x, packing.length))
+        x = x0 = norm(x + smear * gate_T1 * previous_token(x))
         rows, outputs = [table(inputs_T).to(self.dtype) for table in self.value_embedding], []
         value_embeddings = [None, *rows[1:], *[None] * (len(self.blocks) - 2 * len(rows)), *rows]
         for layer, block in enumerate(self.blocks):
@@ -593,9 +586,9 @@ class GPT(nn.Module):
     def logits(self, x_TC: Tensor) -> Tensor:
         """Logits with a softcap c (Gemma 2, arXiv:2408.00118): 2c sigmoid(2z / c) = c tanh(z / c) + c. Validation has
         them in float32; training does not, to save time (public record of 2025-09-27)."""
-        w, in_fp8 = self.head.weight, self.s.fp8_head and self.training
-        z_TV = Fp8Linear.apply(x_TC, w) if in_fp8 else F.linear(x_TC, w.type_as(x_TC))
-        z_TV = z_TV if self.training else z_TV.float()
+        w, training = self.head.weight, torch.is_grad_enabled()
+        z_TV = Fp8Linear.apply(x_TC, w) if self.s.fp8_head and training else F.linear(x_TC, w.type_as(x_TC))
+        z_TV = z_TV if training else z_TV.float()
         return 2 * self.s.logit_softcap * torch.sigmoid(z_TV * (2 / self.s.logit_softcap))
 
 
@@ -650,7 +643,10 @@ class Share:
         elif self.world.size > 1:
             self.in_flight = dist.all_reduce(gradient, async_op=True)
 
-    def start_gather(self) -> None:
+    def finish(self, step: int, factor: float) -> None:
+        """Update this process's share and start to gather the others'."""
+        self.wait()
+        self.update(step, factor)
         self.gradient = None
         if self.parts > 1:
             self.in_flight = dist.all_gather_single(self.stack, self.mine, async_op=True)
@@ -749,11 +745,12 @@ class Trainer:
         torch._functorch.config.ban_recompute_materialized_backward = not s.recompute
         torch.manual_seed(s.seed)  # the same on every process: so all start from the same weights
         self.model = GPT(s, use_flex=s.compile and world.on_gpu).to(world.device)
-        self.loss = torch.compile(self.model, dynamic=False) if s.compile else self.model  # both return the loss
-        self.stages, self.stage, named = stages_of(s), None, dict(self.model.named_parameters())
-        tables = {name: p for name, p in named.items() if "embedding." in name}  # not embedding_mix
-        gates = [p for name, p in named.items() if name.endswith("gate")]
-        scalars = [p for p in named.values() if p.ndim == 1]
+        options = None if world.on_gpu else dict(cpp_wrapper=True)  # on a CPU: let threads run at the same time
+        self.loss = torch.compile(self.model, dynamic=False, options=options) if s.compile else self.model
+        self.stages, self.stage, self.params = stages_of(s), None, dict(self.model.named_parameters())
+        tables = {name: p for name, p in self.params.items() if "embedding." in name}  # not embedding_mix
+        gates = [p for name, p in self.params.items() if name.endswith("gate")]
+        scalars = [p for p in self.params.values() if p.ndim == 1]
         betas, eps, decay = (s.adam_beta1, s.adam_beta2), s.adam_eps, s.adam_decay
         self.shares = [
             *(Adam(name, [p], world, s, s.embedding_lr, betas, eps, decay) for name, p in tables.items()),
@@ -763,9 +760,14 @@ class Trainer:
             NorMuon("attention", [block.attention for block in self.model.blocks if block.attention], world, s),
             NorMuon("mlp", [block.mlp for block in self.model.blocks], world, s),
         ]
-        assert sum(len(share.params) for share in self.shares) == len(named), "a parameter has no optimizer, or two"
+        assert sum(len(share.params) for share in self.shares) == len(self.params), "a parameter has no optimizer"
         self.windows = torch.zeros(2, dtype=torch.int32, device=world.device)
         self.side_stream = torch.cuda.Stream() if world.on_gpu else None
+        self.map, cores, sequences = map, torch.get_num_threads(), math.ceil(s.batch_sequences / world.size)
+        if not world.on_gpu:  # a thread per sequence: faster than all cores together for each small operation
+            threads, each = min(cores, sequences), max(1, cores // sequences)
+            self.map = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(each,)).map
+            torch.set_num_threads(1)  # of the main thread: its helpers would wait busily, beside the others
 
     def set_stage(self, step: int) -> None:
         """This step's windows and rotary positions: new values in tensors. Rotary ignores the last row's window."""
@@ -774,26 +776,30 @@ class Trainer:
             self.windows.copy_(torch.tensor([stage.short, stage.long]))
             self.model.rotary.fit([row.long for row in self.stages[:-1] if row.first_step <= step])
 
+    def gradients(self, sequence: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A sequence's loss and its gradients, as sums over tokens: FP8's scales then fit any batch and world."""
+        loss = self.loss(*sequence, self.windows) * len(sequence[0])
+        if self.world.on_gpu:  # the side stream can read the loss from here on, beside the backward pass
+            self.side_stream.wait_stream(torch.cuda.current_stream())
+        return loss.detach(), torch.autograd.grad(loss, tuple(self.params.values()))
+
     def backward(self, batch: list[tuple[Tensor, Tensor]], step: int, stop: bool = False) -> tuple[float, bool]:
-        """Leave the gradient of this process's tokens in the parameters. Returns the batch's mean loss, and whether any
-        process wants to stop. Gradients are sums over tokens: so FP8's scales fit any batch and number of processes."""
+        """Leave the gradient of this process's sequences in the parameters. Returns the batch's mean loss, and whether
+        any process wants to stop; the host reads both while the GPU is busy with the backward pass."""
         self.set_stage(step)
-        report = torch.tensor([0.0, stop]).to(self.world.device, non_blocking=True)
-        for i, (inputs, targets) in enumerate(batch):
-            loss = self.loss(inputs, targets, self.windows) * inputs.numel()
-            report[0] += loss.detach()
-            if i == len(batch) - 1:  # sum the report during the backward pass: the host reads it while the GPU is busy
-                summing = dist.all_reduce(report, async_op=True) if self.world.size > 1 else None
-                if self.world.on_gpu:
-                    self.side_stream.wait_stream(torch.cuda.current_stream())
-            loss.backward()
+        losses, gradients = [], None
+        for loss, more in self.map(self.gradients, batch):  # added in order: the same bits in every run
+            losses, gradients = [*losses, loss], torch._foreach_add(gradients, more) if gradients else more
+        for param, gradient in zip(self.params.values(), gradients, strict=True):
+            param.grad = gradient
         with torch.cuda.stream(self.side_stream):  # None on a CPU
-            if summing:
-                summing.wait()
+            report = torch.stack([sum(losses), torch.tensor(float(stop), device=self.world.device)])
+            if self.world.size > 1:
+                dist.all_reduce(report)
             total, stopping = report.tolist()
         if not math.isfinite(total):
             raise UserError(f"the loss of step {step + 1} is {total}: lower the learning rates, or resume earlier", 1)
-        return total / (self.s.batch_sequences * inputs.size(-1)), stopping > 0
+        return total / (self.s.batch_sequences * len(batch[0][0])), stopping > 0
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -805,28 +811,22 @@ class Trainer:
             share.keep_gradient()
         for share in due:
             share.start_reduce()
-        for share in due:
-            share.wait()
-            share.update(step, factor)
-            share.start_gather()
+        in_order = map if self.world.size > 1 else self.map  # collectives start in one order on all processes
+        list(in_order(lambda share: share.finish(step, factor), due))
         for share in due:
             share.wait()
         self.model.zero_grad()
 
     @torch.no_grad()
-    def sequence_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a validation sequence."""
-        self.model.eval()
-        loss = self.loss(inputs.to(self.world.device), targets.to(self.world.device), self.windows)
-        self.model.train()
-        return loss
+    def validation_loss(self, sequence: tuple[Tensor, Tensor]) -> Tensor:
+        return self.loss(*(x.to(self.world.device) for x in sequence), self.windows)
 
     def validate(self, shard: Shard, step: int) -> float:
         """The mean loss of the first `val_tokens` tokens, with this step's windows."""
         self.set_stage(step)
         length, total = self.s.val_sequence_length, torch.zeros((), device=self.world.device)
-        for i in range(self.world.rank, self.s.val_tokens // length, self.world.size):
-            total += self.sequence_loss(*shard.read((i * length, (i + 1) * length + 1)))
+        mine = range(self.world.rank, self.s.val_tokens // length, self.world.size)
+        total += sum(self.map(self.validation_loss, (shard.read((i * length, (i + 1) * length + 1)) for i in mine)))
         if self.world.size > 1:
             dist.all_reduce(total)
         return total.item() * length / self.s.val_tokens
@@ -842,7 +842,7 @@ class Trainer:
                 self.backward([(tokens.to(torch.int32), tokens) for tokens in made_up], step)
                 self.update(step)
             tokens = torch.randint(self.s.vocab_size, (self.s.val_sequence_length,), generator=random)
-            self.sequence_loss(tokens.to(torch.int32), tokens)
+            list(self.map(self.validation_loss, [(tokens.to(torch.int32), tokens)]))
         self.model.load_state_dict(weights)
         for share in self.shares:
             share.kept = []

@@ -24,6 +24,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from launch import KEEP_MEMORY, cpu_processes
 from records.evidence import DEFAULT_TARGET
 from records.figures import half_interval, have_scipy, mean, with_spread
 from records.folders import RACE
@@ -41,7 +42,7 @@ def run_race(args: argparse.Namespace, paint: Paint) -> int:
     programs = {"A": open_program(args.a, args.records), "B": open_program(args.b, args.records)}
     if any(word.partition("=")[0] == "--seed" for word in args.settings):
         raise UserError("race gives each pair of runs its own seed; use --first-seed in place of --seed")
-    nproc = args.nproc or default_processes()
+    nproc = {side: args.nproc or default_processes(program.source) for side, program in programs.items()}
     plan = {
         side: {"name": program.name, "sha256": sha256(program.source).hexdigest()} for side, program in programs.items()
     }
@@ -61,7 +62,8 @@ def run_race(args: argparse.Namespace, paint: Paint) -> int:
                 settings = ["--seed", str(seed), *args.settings]
                 told = f"{shown(paths[side])} {shlex.join(settings)}"
                 print(harmless(f"pair {number} of {args.runs}, {side}: {told}"), file=sys.stderr)
-                new = run_once(launch_command(paths[side], nproc, settings), nproc, folder / "output.txt", lock)
+                command = launch_command(paths[side], nproc[side], settings)
+                new = run_once(command, nproc[side], folder / "output.txt", lock)
                 replace(log, find_log(new, programs[side], seed).read_bytes())
             print(f"pair {number} {side}: {result(log, target).words}", flush=True)
             compare_tracks(folder, target)
@@ -148,9 +150,9 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def default_processes() -> int:
-    """One process per GPU; on a CPU 2, or 1 where there is only one core."""
-    return count_gpus() or min(2, cores())
+def default_processes(source: bytes) -> int:
+    """As many as run.sh would start for this script: one per GPU, or what keeps the cores busy."""
+    return count_gpus() or cpu_processes(source.decode(errors="replace"), cores())
 
 
 def make_data(settings: list[str]) -> None:
@@ -177,7 +179,7 @@ def launch_command(script: Path, nproc: int, settings: list[str]) -> list[str]:
 def run_once(command: list[str], nproc: int, output: Path, lock: IO) -> set[Path]:
     """Run to the end; the new logs. However this race is stopped, the run is stopped with it."""
     before = set(LOGS.glob("*.txt"))
-    environment = {"OMP_NUM_THREADS": str(max(1, cores() // nproc)), **os.environ}
+    environment = KEEP_MEMORY | {"OMP_NUM_THREADS": str(max(1, cores() // nproc)), **os.environ}
     with open(output, "wb") as file:
         # A group of its own: it can be stopped with all its processes, and the terminal's Ctrl-C reaches only us.
         run = subprocess.Popen(
@@ -367,7 +369,7 @@ def summarize(plan: dict, folder: Path, runs: int, measured: dict) -> None:
         "settings": shlex.join(plan["settings"]) or "the scripts' own",
         "dtype": (log.settings or {}).get("dtype", "not named"),
         "hardware": log.hardware or "not named",
-        "processes": plan["processes"],
+        "processes": " and ".join(str(count) for count in dict.fromkeys(plan["processes"].values())),
         "seeds": f"{first} to {first + runs - 1}, in the order A B, B A" if runs > 1 else first,
     }
     print()

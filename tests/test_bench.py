@@ -28,7 +28,7 @@ def test_a_bench_prints_a_table_and_writes_the_same_figures_as_json(folder):
     title, blank, head, *rows = lines
     assert f"measured against {SCRIPT}:" in title and blank == "" and head.split() == ["measured", "rounds", "limit"]
     written = json.loads((folder / "figures").read_text())
-    assert len(rows) == len(written["figures"]) == 17
+    assert len(rows) == len(written["figures"]) == 19
     for row, figure in zip(rows, written["figures"], strict=True):
         assert row.startswith(figure["name"]) and f"{figure['value']:.4g} {figure['unit']}".strip() in row
         assert figure["value"] > 0 and min(figure["rounds"]) <= figure["value"] <= max(figure["rounds"])

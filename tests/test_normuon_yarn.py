@@ -188,8 +188,7 @@ def test_adam_uses_the_gradients_of_both_steps_and_decays_only_where_the_update_
         kept = 0
         with torch.no_grad():
             adam.start_reduce()
-            adam.update(step, factor)
-            adam.start_gather()
+            adam.finish(step, factor)
     np.testing.assert_allclose(param.detach().numpy(), weights, rtol=1e-5, atol=1e-6)
     assert 10 < decayed < 38  # of 60: some agree, some do not
 
@@ -357,12 +356,12 @@ def random_model(**changes):
 @pytest.mark.parametrize("offset", ["long", "all"])
 def test_hidden_states_are_those_of_the_layers_written_out_token_by_token(offset):
     """Smear, key offset in the right layers, windows, one skip, backout, value tables and the layer without attention.
-    Two sequences side by side, which do not see each other."""
+    One sequence starts in the middle of a document."""
     model = random_model(key_offset=offset)
     tokens = torch.from_numpy(made_up_tokens(512, seed=4)).view(2, 256)
     tokens[:, 100] = START
     with torch.no_grad():
-        ours = model.hidden(tokens, torch.tensor([1, 2])).view(2, 256, -1).double().numpy()
+        ours = [model.hidden(sequence, torch.tensor([1, 2])).double().numpy() for sequence in tokens]
     smear, skip, backout = model.shortcut_mix.detach().double().tolist()
     tables = model.rotary.cos_sin[:, :, 0].double().numpy()
     embedding, gate = model.embedding.weight.detach().double().numpy(), model.smear_gate.detach().double().numpy()[0]
@@ -399,12 +398,9 @@ def test_hidden_states_are_those_of_the_layers_written_out_token_by_token(offset
         np.testing.assert_allclose(ours[sequence], theirs, rtol=0, atol=2e-3)
 
 
-def test_what_the_previous_token_has_is_found_sequence_by_sequence():
-    torch.manual_seed(0)
+def test_each_token_finds_what_the_one_before_it_has_and_the_first_its_own():
     x = torch.randn(12, 3, 2)
-    for length in (3, 4, 12):
-        expected = [x[t if t % length == 0 else t - 1] for t in range(12)]
-        assert torch.equal(script.previous_token(x, length), torch.stack(expected))
+    assert torch.equal(script.previous_token(x), torch.stack([x[max(t - 1, 0)] for t in range(12)]))
 
 
 def test_a_model_starts_as_published():
@@ -468,11 +464,12 @@ def test_logits_are_those_of_a_tanh_softcap_but_for_a_constant():
 def test_training_rounds_logits_to_the_dtype_of_the_products_and_validation_does_not():
     model = random_model(dtype="bfloat16")
     x = torch.randn(5, 32).bfloat16()
-    assert model.train().logits(x).dtype == torch.bfloat16 and model.eval().logits(x).dtype == torch.float32
     tokens, windows = torch.from_numpy(made_up_tokens(257, seed=5)), torch.tensor([1, 2])
+    assert model.logits(x).dtype == torch.bfloat16
+    rounded = model(tokens[:-1], tokens[1:], windows)
     with torch.no_grad():
-        rounded = model.train()(tokens[:-1], tokens[1:], windows)
-        loss = model.eval()(tokens[:-1], tokens[1:], windows)
+        assert model.logits(x).dtype == torch.float32
+        loss = model(tokens[:-1], tokens[1:], windows)
     assert rounded.dtype == loss.dtype == torch.float32 and rounded.item() == pytest.approx(loss.item(), rel=5e-3)
 
 
@@ -524,12 +521,11 @@ def test_sequences_are_documents_in_order_cut_at_the_same_place_for_every_number
     positions = set()
     for step, batch in enumerate(expected):
         for rank, ours in enumerate(ranks):
-            position, ((inputs, targets),) = next(ours)
+            position, sequences = next(ours)
             positions.add((step, *position))
-            assert inputs.dtype == torch.int32 and targets.dtype == torch.int64
-            assert inputs.tolist() == [sequence[:-1] for sequence in batch[rank::size]]
-            assert targets.tolist() == [sequence[1:] for sequence in batch[rank::size]]
-            assert (inputs[:, 0] == START).all()
+            for (inputs, targets), sequence in zip(sequences, batch[rank::size], strict=True):
+                assert inputs.dtype == torch.int32 and targets.dtype == torch.int64 and inputs[0] == START
+                assert (inputs.tolist(), targets.tolist()) == (sequence[:-1], sequence[1:])
     assert len(positions) == 16 and {number % 3 for _, number, _ in positions} == {0, 2}  # the second is never enough
 
 
@@ -553,9 +549,8 @@ def test_wherever_documents_start_the_sequences_are_those_found_by_hand(lengths,
             return
         ours = script.DistributedDataLoader(s, world()).batches(0, [0, 0])
         for batch in expected:
-            _, ((inputs, targets),) = next(ours)
-            assert inputs.tolist() == [sequence[:-1] for sequence in batch]
-            assert targets.tolist() == [sequence[1:] for sequence in batch]
+            found = [(inputs.tolist(), targets.tolist()) for inputs, targets in next(ours)[1]]
+            assert found == [(sequence[:-1], sequence[1:]) for sequence in batch]
         ours.close()  # its thread reads the file
 
 
@@ -651,6 +646,36 @@ def test_two_processes_resume_between_adam_updates_with_the_same_bits_and_three_
     for step in (6, 8):
         ours, theirs = (checkpoint(folder, step, f"{name}/checkpoints") for name in ("straight", "again2"))
         assert differences(ours, theirs) == []
+
+
+def test_threads_give_the_same_bits_as_one_thread_however_they_are_scheduled(folder, monkeypatch):
+    """Five sequences on one core, in turn, and on three, in threads: losses, weights and validation."""
+    monkeypatch.chdir(folder)
+    s = settings(**TINY | FILES | dict(batch_sequences=5))
+    loader, shard, cores = script.DistributedDataLoader(s, world()), script.Shard("data/tiny_val_000000.bin", 257), 3
+    found, at_once, threads = [], [], torch.get_num_threads()
+    for count in (1, cores, cores):
+        torch.set_num_threads(count)
+        trainer, going = script.Trainer(s, world()), []
+        loss = trainer.loss
+
+        def watched(*args, loss=loss, going=going):
+            going.append(1)
+            at_once.append(len(going))
+            result = loss(*args)
+            going.pop()
+            return result
+
+        trainer.loss = watched
+        results = []
+        for step, (_, batch) in enumerate(islice(loader.batches(0, [0, 0]), 4)):
+            results += [trainer.backward(batch, step)[0], trainer.validate(shard, step)]
+            trainer.update(step)
+        found.append((results, trainer.model.state_dict()))
+    torch.set_num_threads(threads)
+    assert max(at_once) > 1, "nothing ran at the same time"
+    for results, weights in found[1:]:
+        assert results == found[0][0] and all(torch.equal(weights[name], found[0][1][name]) for name in weights)
 
 
 def test_one_and_three_processes_give_the_same_losses(folder):

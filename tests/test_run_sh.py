@@ -54,10 +54,10 @@ def test_it_says_what_it_chose_trains_and_shows_a_sample(copy, shards):
     result = run_sh(copy, *shards, "--save_every=100", "--target_loss=9")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("no GPU: the CPU track's settings, 2 processes of 1 threads on ")
+    assert lines[0].startswith("no GPU: the CPU track's settings, 1 process with ")
     assert lines[0].endswith("; your training files")
     assert any(re.match("validation loss .* target 9.0 reached", line) for line in lines)
-    assert "world_size: 2" in only_log(copy).read_text()
+    assert "world_size: 1" in only_log(copy).read_text()
     saved, log = checkpoint(copy, 4).relative_to(copy), only_log(copy).relative_to(copy)
     loss, seconds = re.search(r"step:4/4 val_loss:(\S+) train_time:(\d+)ms", (copy / log).read_text()).groups()
     gap = f"{9 - float(loss):.4f} below the target 9"
@@ -245,7 +245,7 @@ def test_gpus_are_counted_as_cuda_would_show_them(tmp_path, monkeypatch, visible
     "before, after, message",
     [
         ([], ["--nonsense"], "train_gpt: --nonsense: not a setting; "),
-        ([], ["--batch_sequences=1"], "train_gpt: --batch_sequences 1: this must hold: processes <= batch_sequences"),
+        ([], ["--batch_sequences=0"], "train_gpt: --batch_sequences 0: this must hold: processes <= batch_sequences"),
         (["records/none"], [], "run.sh: records/none: not a command or a record: setup bench test rehearse "),
         ([], ["--train_files=none.bin"], "train_gpt: none.bin: no token shard;"),
     ],
