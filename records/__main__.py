@@ -198,7 +198,7 @@ def parser() -> Parser:
     sub.add_argument("a", metavar="A", help="record, folder, script or log")
     sub.add_argument("b", metavar="B")
     sub.add_argument("--runs", type=count, default=5, help="of each script (default: 5)")
-    sub.add_argument("--nproc", type=count, help="processes (default: one per GPU; on a CPU 2, or 1 on one core)")
+    sub.add_argument("--nproc", type=count, help="processes (default: as many as run.sh starts)")
     sub.add_argument("--first-seed", type=int, default=1, metavar="N", help="pair i runs with seed N + i - 1")
     sub.add_argument("--state", type=Path, metavar="DIR", help="where finished runs are kept (default: in logs/)")
     sub = command("measure", measure, "run records on this machine and file their logs")

@@ -100,13 +100,17 @@ def table_rows(data: bytes, first: int, last: int) -> Iterator[bytes]:
 def describe_hardware(named: str | None, world_size: str | None, gpus: list[tuple[str, int]]) -> str | None:
     """One line that is equal for equal machines: nvidia-smi's dates and temperatures are not part of it.
 
-    Where all GPUs are alike it counts those that the run used, however the log lists them.
+    Where all GPUs are alike it counts those that the run used, however the log lists them; of a CPU it counts threads,
+    however a script divides them among processes.
     """
     if len(gpus) == 1:
         name, count = gpus[0]
         return f"{world_size or count} x {name}"
     if named and named.startswith("NVIDIA ") and world_size and not gpus:
         return f"{world_size} x {named}"
+    if not gpus and (of_cpu := re.fullmatch(r"(.*, \d+ cores), (\d{1,6}) threads per process", named or "")):
+        processes = int(world_size) if re.fullmatch("[0-9]{1,6}", world_size or "") else 1
+        return f"{of_cpu[1]}, {int(of_cpu[2]) * processes} threads"
     told = ", ".join(f"{count} x {name}" for name, count in gpus) or named
     return f"{told}, world size {world_size}" if told and world_size else told
 

@@ -1017,8 +1017,8 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_sequences_losses_side_by_side_or
     loss, _ = trainer.backward(batch_of(script, sequences), step=0)
     apart = [trainer.model(*sequence, *windows_of(trainer)).item() for sequence in sequences]
     assert loss == pytest.approx(sum(apart) / 4, rel=1e-6)
-    if script is not UNET:
-        side_by_side = tuple(map(torch.stack if script is NORMUON else torch.cat, zip(*sequences, strict=True)))
+    if script not in (UNET, NORMUON):
+        side_by_side = tuple(map(torch.cat, zip(*sequences, strict=True)))
         assert trainer.backward([side_by_side], step=0)[0] == pytest.approx(loss, rel=1e-6)
 
 

@@ -51,7 +51,7 @@ class StartedByRunSh(Started):
 
 
 def test_it_says_what_it_chose_trains_and_shows_a_sample(copy, shards):
-    result = run_sh(copy, *shards, "--save_every=100", "--target_loss=9")
+    result = run_sh(copy, *shards, "--save_every=100", "--target_loss=9", PROCESSES="")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].startswith("no GPU: the CPU track's settings, 1 process with ")
@@ -179,7 +179,7 @@ def test_the_cpu_build_of_torch_beside_gpus_is_refused_before_any_data_is_fetche
     monkeypatch.setenv("PATH", write_nvidia_smi(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(launch.UserError, match=r"^2 GPUs, but .* has the CPU build of torch: remove that folder"):
-        launch.plan([])
+        launch.plan(ROOT / "train_gpt.py", [])
 
 
 # ---- What it runs ----------------------------------------------------------------------------------------------------
@@ -254,6 +254,14 @@ def test_bad_input_is_one_line_and_exit_code_2(copy, shards, before, after, mess
     result = run_sh(copy, *before, *shards, *after)
     assert result.returncode == 2
     assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "name, cores, processes", [("", 8, 1), ("NorMuonYarn", 2, 1), ("SoftCap", 8, 2), ("Base", 1, 1)]
+)
+def test_a_script_with_threads_gets_one_process_and_an_older_one_a_process_per_sequence(name, cores, processes):
+    script = launch.find_script(name) if name else ROOT / "train_gpt.py"
+    assert launch.cpu_processes(script.read_text(), cores) == processes
 
 
 @pytest.mark.parametrize("count", ["0", "x", "-1", "1.5"])

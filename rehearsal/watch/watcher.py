@@ -223,18 +223,28 @@ class Watcher:
     def mark_updates(self) -> None:
         """For a script that has none of torch's optimizers: its own work until it clears the gradients."""
         optimizer, model = self.torch.optim.Optimizer, self.torch.nn.Module
-        initialise, backward, zero_grad = optimizer.__init__, self.torch.autograd.backward, model.zero_grad
+        initialise, zero_grad = optimizer.__init__, model.zero_grad
+        backward, grad = self.torch.autograd.backward, self.torch.autograd.grad
 
         def initialise_and_note(*args, **kwargs) -> None:
             self.uses_torchs = True
             initialise(*args, **kwargs)
 
-        def backward_and_mark(*args, **kwargs) -> None:
-            backward(*args, **kwargs)
+        def mark_backward() -> None:
             if not self.uses_torchs:
                 self.flops_before = self.count_flops()
                 if self.recorder:
                     self.recorder.note("Backward ends")
+
+        def backward_and_mark(*args, **kwargs) -> None:
+            backward(*args, **kwargs)
+            mark_backward()
+
+        def grad_and_mark(*args, **kwargs):
+            gradients = grad(*args, **kwargs)
+            if self.called_by_script():  # not torch's own, when it traces
+                mark_backward()
+            return gradients
 
         def mark_and_zero_grad(model, *args, **kwargs) -> None:
             if not self.uses_torchs and self.called_by_script():
@@ -242,8 +252,8 @@ class Watcher:
                 self.after_update(0)
             zero_grad(model, *args, **kwargs)
 
-        optimizer.__init__, self.torch.autograd.backward = initialise_and_note, backward_and_mark
-        model.zero_grad = mark_and_zero_grad
+        optimizer.__init__, model.zero_grad = initialise_and_note, mark_and_zero_grad
+        self.torch.autograd.backward, self.torch.autograd.grad = backward_and_mark, grad_and_mark
 
     def mark_waits(self) -> None:
         """The script waits for the GPU before it starts its clock: each rank's own end of the warm-up."""
