@@ -70,7 +70,9 @@ def compare_sources(trained: str, path: Path, chosen: bool) -> None:
     changed = [name for name in old | new if old.get(name) != new.get(name)]
     if not changed:
         return warn(f"only comments differ between {path} and the script that trained this checkpoint")
-    what = f"the script that trained this checkpoint differs from {path} in {', '.join(changed)}"
+    named = [name for name in changed if name.isidentifier()] or ["statements at its top level"]
+    more = f" and {len(named) - 5} more" * (len(named) > 5)
+    what = f"the script that trained this checkpoint differs from {path} in {', '.join(named[:5])}{more}"
     if chosen:
         return warn(what)
     same = [record for record in sorted(HERE.glob("records/*/train_gpt.py")) if record.read_text() == trained]

@@ -1,6 +1,7 @@
 """sample.py: the trained model's own probabilities, whatever is in the script, at a cost that does not grow."""
 
 import inspect
+import re
 import subprocess
 import sys
 import uuid
@@ -225,6 +226,13 @@ def test_a_script_that_differs_is_named_and_must_be_chosen(trained, tmp_path, mo
         run_sample(trained, script=tmp_path / "sample.py").stderr.decode() == f"{difference}; add --script {record}\n"
     )
     assert run_sample(trained, "--script", str(record), script=tmp_path / "sample.py").stderr == b""
+
+
+def test_a_script_that_differs_in_many_places_is_one_line(trained, tmp_path):
+    (tmp_path / "train_gpt.py").write_bytes((ROOT / "records/2025-01-04_SoftCap/train_gpt.py").read_bytes())
+    (tmp_path / "sample.py").write_bytes((ROOT / "sample.py").read_bytes())
+    told = run_sample(trained, script=tmp_path / "sample.py").stderr.decode()
+    assert told.count("\n") == 1 and re.search(r" differs from \S+ in (\w+, ){4}\w+ and \d+ more; add --script ", told)
 
 
 def test_a_forward_pass_that_does_more_than_hidden_and_logits_is_refused(trained, tmp_path, monkeypatch, capsys):
