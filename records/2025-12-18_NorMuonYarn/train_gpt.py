@@ -59,11 +59,11 @@ STAGES = (
     "          0       3   1.93      6    20 "  # last row: the last validation, which takes no steps
 )
 CPU_STAGES = (
-    "          1       2   1.50      1     3 "
-    "          1       3   1.90      1     3 "
-    "          1       4   2.20      1     4 "
-    "          0       4   2.20      1     4 "
-    "          0       4   2.20      1     4 "
+    "          1       2   1.50      1     1 "
+    "          1       3   1.90      1     1 "
+    "          1       4   2.20      1     3 "
+    "          0       4   2.20      1     3 "
+    "          0       4   2.20      1     3 "
 )
 Stage = namedtuple("Stage", "first_step length rates short long")  # a row in a certain run, its length in tokens
 
@@ -83,7 +83,7 @@ class Settings:
     val_files: str = setting("data/fineweb10B/*val*.bin", "validation data", ANY, "data/embedded/*val*.bin", True)
     vocab_size: int = setting(50257, "number of different tokens", (1, 65536), cpu=257)
     document_token: int = setting(50256, "it starts a document", "0 <= document_token < vocab_size", cpu=256)
-    num_layers: int = setting(11, "transformer blocks", (2, 1000), cpu=4)
+    num_layers: int = setting(11, "transformer blocks", (2, 1000), cpu=3)
     num_heads: int = setting(6, "heads per attention layer", (1, 1000), cpu=2)
     model_dim: int = setting(768, "width of the model", "model_dim % (4 * num_heads) == 0 < model_dim", cpu=96)
     logit_softcap: float = setting(15.0, "a sigmoid keeps the logits between 0 and twice this", (1e-3, 1e6))
@@ -94,7 +94,7 @@ class Settings:
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
     max_document: int = setting(2048, "tokens of a document to train on; the rest is left out", (1, 2**24))
     stages: str = setting(STAGES, "the table of stages, row after row", ANY, cpu=CPU_STAGES)
-    num_iterations: int = setting(2090, "training steps", (1, 999_999), cpu=250)
+    num_iterations: int = setting(2090, "training steps", (1, 999_999), cpu=300)
     cooldown_frac: float = setting(0.55, "last part of the steps, in which learning rates fall", (0, 1))
     final_lr: float = setting(0.1, "what is left of the learning rates at the end, as a factor", (0, 1))
     embedding_lr: float = setting(0.6, "Adam's learning rate for the embedding tables", (0, 1e6), cpu=0.1)
