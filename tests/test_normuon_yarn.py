@@ -12,6 +12,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import (
     ROOT,
     checkpoint,
@@ -277,14 +278,16 @@ def test_a_table_that_is_none_is_refused_in_one_line(folder, stages):
 
 @pytest.mark.parametrize("windows", [[3], [3, 7], [3, 7, 11, 13], [1, 1, 2]])
 @pytest.mark.parametrize("head_dim", [128, 48])
-def test_yarn_changes_frequencies_and_scale_by_the_formula(windows, head_dim):
+@pytest.mark.parametrize("dtype, error", [("float32", 4e-5), ("bfloat16", 4e-3)])
+def test_yarn_changes_frequencies_and_scale_by_the_formula(windows, head_dim, dtype, error):
     sizes = dict(num_heads=1, model_dim=head_dim, sequence_length=256, val_sequence_length=256)
-    s = settings(**sizes, attention_scale=0.1, stages="1 1 1 1 1  0 1 1 1 1  0 1 1 1 1")
+    s = settings(**sizes, dtype=dtype, attention_scale=0.1, stages="1 1 1 1 1  0 1 1 1 1  0 1 1 1 1")
     rotary = script.Rotary(s)
     rotary.fit(windows)
     scale = 0.1
     for old, new in pairwise(windows):
         scale *= 1 + 0.2 * math.log(new / old)
+    assert rotary.cos_sin.dtype == getattr(torch, dtype)  # that of the queries and keys
     cos, sin = rotary.cos_sin[:, :, 0].double()
     for i in range(head_dim // 2):
         frequency = 1024 ** (-i / (head_dim // 4 - 1)) if i < head_dim // 4 else 0.0
@@ -294,10 +297,35 @@ def test_yarn_changes_frequencies_and_scale_by_the_formula(windows, head_dim):
             frequency *= old / new * (1 - fast) + fast
         angle = torch.arange(len(cos), dtype=torch.float64) * frequency
         for channel, sign in (i, 1), (i + head_dim // 2, -1):
-            within = dict(rtol=0, atol=4e-5)  # as float32 has angles up to 256
+            within = dict(rtol=0, atol=error)  # as float32 has angles up to 256, and bfloat16 a cosine
             torch.testing.assert_close(cos[:, channel] / scale**0.5, angle.cos(), **within)
             torch.testing.assert_close(sign * sin[:, channel] / scale**0.5, angle.sin(), **within)
     assert rotary.still_D.tolist() == [i % (head_dim // 2) >= head_dim // 4 for i in range(head_dim)]
+
+
+# ---- Norm ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(7, 96), (5, 4, 56)])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_the_norm_and_its_gradient_are_those_of_torchs_rms_norm(shape, dtype, error):
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * torch.logspace(-1, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))).to(dtype)
+    upstream, results = torch.randn(shape), []
+    for function, inputs in ((script.norm, x), (lambda x: F.rms_norm(x, x.shape[-1:], eps=0.0), x.double())):
+        inputs = inputs.clone().requires_grad_()
+        y = function(inputs)
+        y.backward(upstream.to(y.dtype))
+        size = x.double().norm(dim=-1, keepdim=True)  # gradients fall as rows grow
+        results.append((y.double(), inputs.grad.double() * size / shape[-1] ** 0.5))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=error, atol=5 * error)
+
+
+def test_the_norm_of_nothing_is_nothing():
+    x = torch.zeros(3, 8, requires_grad=True)
+    script.norm(x).sum().backward()
+    assert torch.equal(script.norm(x), torch.zeros(3, 8)) and x.grad.isfinite().all()
 
 
 # ---- Key offset, smear, skip, backout --------------------------------------------------------------------------------
