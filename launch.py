@@ -95,6 +95,25 @@ def plan(script: Path, settings: list[str]) -> tuple[int, list[str]]:
     return processes, [] if own_data else [sys.executable, *command]
 
 
+def run_alone(script: Path, settings: list[str], get_data: list[str]) -> int:
+    """One process, without torchrun, whose import takes seconds. It gets the signals that come here."""
+    if get_data and (code := subprocess.call(get_data)):
+        return code if code > 0 else 128 - code
+    # What torchrun would set. With the last one the script ends when its launcher is gone.
+    environment = os.environ | dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="none")
+    process = subprocess.Popen([sys.executable, str(script), *settings], env=environment)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    passed_on = [number for number in before if before[number] != signal.SIG_IGN]  # nohup ignores SIGHUP
+    for number in passed_on:
+        signal.signal(number, lambda number, frame: process.send_signal(number))
+    code = process.wait()
+    for number in passed_on:
+        signal.signal(number, before[number])
+    if code < 0:
+        print(f"run.sh: rank 0 was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
 def run_processes(script: Path, processes: int, settings: list[str], get_data: list[str]) -> int:
     """torchrun, except that its exit code is the script's and that a failure adds no traceback."""
     data = subprocess.Popen(get_data) if get_data else None
@@ -156,7 +175,10 @@ def main(arguments: list[str]) -> int:
         return subprocess.call([sys.executable, str(script), "--help"])
     started = time.time()
     processes, get_data = plan(script, settings)
-    code = run_processes(script, processes, settings, get_data)
+    if processes == 1:
+        code = run_alone(script, settings, get_data)
+    else:
+        code = run_processes(script, processes, settings, get_data)
     saved = newest_checkpoint(settings, started)
     if saved and code:
         command = ["./run.sh", *arguments[:named], "--resume", str(saved)]

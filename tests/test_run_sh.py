@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import venv
 import zipfile
 from pathlib import Path
@@ -43,11 +44,11 @@ def run_sh(folder: Path, *arguments: str, **variables: str):
 class StartedByRunSh(Started):
     """A run by run.sh in the background."""
 
-    def __init__(self, folder: Path, *arguments: str):
+    def __init__(self, folder: Path, *arguments: str, processes: int = 2):
         self.folder, self.seen = folder, {}
         with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
             command = [str(folder / "run.sh"), *arguments]
-            self.process = subprocess.Popen(command, env=environment(), stdout=out, stderr=err)
+            self.process = subprocess.Popen(command, env=environment(PROCESSES=str(processes)), stdout=out, stderr=err)
 
 
 def test_it_says_what_it_chose_trains_and_shows_a_sample(copy, shards):
@@ -283,8 +284,9 @@ def test_help_needs_no_data_and_lists_commands_and_settings(copy):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ending_it_finishes_the_step_and_the_last_line_is_the_command_that_goes_on(copy, shards, number):
-    with StartedByRunSh(copy, *shards, "--num_iterations=150") as run:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ending_it_finishes_the_step_and_the_last_line_is_the_command_that_goes_on(copy, shards, number, processes):
+    with StartedByRunSh(copy, *shards, "--num_iterations=150", processes=processes) as run:
         run.wait_for("step:3/").signal(number)
         assert run.exit_code() == 128 + number, run.err
     (saved,) = copy.glob("checkpoints/*/step_*.pt")
@@ -296,9 +298,23 @@ def test_ending_it_finishes_the_step_and_the_last_line_is_the_command_that_goes_
     assert "step:150/150 train_loss" in only_log(copy).read_text()
 
 
-def test_a_killed_process_is_named(copy, shards):
-    with StartedByRunSh(copy, *shards, "--num_iterations=100000") as run:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_process_is_named(copy, shards, processes):
+    with StartedByRunSh(copy, *shards, "--num_iterations=100000", processes=processes) as run:
         run.wait_for("step:3/")
-        os.kill(run.ranks()[1], signal.SIGKILL)
+        os.kill(run.ranks()[-1], signal.SIGKILL)
         assert run.exit_code() == 137, run.err
-    assert run.err.splitlines()[-1] == "run.sh: rank 1 was killed by SIGKILL"
+    assert run.err.splitlines()[-1] == f"run.sh: rank {processes - 1} was killed by SIGKILL"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_whose_launcher_is_killed_ends_and_says_so(copy, shards, processes):
+    with StartedByRunSh(copy, *shards, "--num_iterations=100000", processes=processes) as run:
+        run.wait_for("step:3/")
+        ranks = run.ranks()
+        assert len(ranks) == processes
+        run.process.kill()
+        log, deadline = only_log(copy), time.monotonic() + 60
+        while "\nended: " not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert log.read_text().splitlines()[-1] == "ended: torchrun is gone"

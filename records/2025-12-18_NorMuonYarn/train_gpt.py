@@ -90,7 +90,7 @@ class Settings:
     attention_scale: float = setting(0.1, "factor of queries times keys, in the first stage", (1e-6, 1e3), cpu=0.18)
     key_offset: str = setting("long", "layers that shift keys", "key_offset in ('long', 'all', 'none')", cpu="all")
     gate_channels: int = setting(12, "channels that control a gate", "1 <= gate_channels <= model_dim")
-    sequence_length: int = setting(16384, "tokens; see stages", "sequence_length in range(128, 2**24, 128)", cpu=1280)
+    sequence_length: int = setting(16384, "tokens; see stages", "sequence_length in range(128, 2**24, 128)", cpu=1152)
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
     max_document: int = setting(2048, "tokens of a document to train on; the rest is left out", (1, 2**24))
     stages: str = setting(STAGES, "the table of stages, row after row", ANY, cpu=CPU_STAGES)
