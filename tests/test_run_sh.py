@@ -302,7 +302,7 @@ def test_ending_it_finishes_the_step_and_the_last_line_is_the_command_that_goes_
 def test_a_killed_process_is_named(copy, shards, processes):
     with StartedByRunSh(copy, *shards, "--num_iterations=100000", processes=processes) as run:
         run.wait_for("step:3/")
-        os.kill(run.ranks()[-1], signal.SIGKILL)
+        os.kill(run.ranks()[processes - 1], signal.SIGKILL)
         assert run.exit_code() == 137, run.err
     assert run.err.splitlines()[-1] == f"run.sh: rank {processes - 1} was killed by SIGKILL"
 
