@@ -85,12 +85,12 @@ class Settings:
     document_token: int = setting(50256, "it starts a document", "0 <= document_token < vocab_size", cpu=256)
     num_layers: int = setting(11, "transformer blocks", (2, 1000), cpu=3)
     num_heads: int = setting(6, "heads per attention layer", (1, 1000), cpu=2)
-    model_dim: int = setting(768, "width of the model", "model_dim % (4 * num_heads) == 0 < model_dim", cpu=112)
+    model_dim: int = setting(768, "width of the model", "model_dim % (4 * num_heads) == 0 < model_dim", cpu=128)
     logit_softcap: float = setting(15.0, "a sigmoid keeps the logits between 0 and twice this", (1e-3, 1e6))
-    attention_scale: float = setting(0.1, "factor of queries times keys, in the first stage", (1e-6, 1e3), cpu=0.18)
+    attention_scale: float = setting(0.1, "factor of queries times keys, in the first stage", (1e-6, 1e3), cpu=0.13)
     key_offset: str = setting("long", "layers that shift keys", "key_offset in ('long', 'all', 'none')", cpu="all")
     gate_channels: int = setting(12, "channels that control a gate", "1 <= gate_channels <= model_dim")
-    sequence_length: int = setting(16384, "tokens; see stages", "sequence_length in range(128, 2**24, 128)", cpu=1152)
+    sequence_length: int = setting(16384, "tokens; see stages", "sequence_length in range(128, 2**24, 128)", cpu=1408)
     batch_sequences: int = setting(8, "sequences per step", "processes <= batch_sequences < 2**24", cpu=2)
     max_document: int = setting(2048, "tokens of a document to train on; the rest is left out", (1, 2**24))
     stages: str = setting(STAGES, "the table of stages, row after row", ANY, cpu=CPU_STAGES)
@@ -115,9 +115,7 @@ class Settings:
     momentum_warmup: int = setting(300, "steps over which Muon's momentum grows", (0, 10**6))
     momentum_cooldown: int = setting(50, "last steps, over which it falls again", (0, 10**6))
     seed: int = setting(1, "seed of the initial weights", (0, 2**62))
-    val_sequence_length: int = setting(
-        262144, "tokens per validation sequence", "val_sequence_length in range(128, 2**24, 128)", cpu=8192, free=True
-    )
+    val_sequence_length: int = setting(262144, "tokens", "val_sequence_length in range(128, 2**24, 128)", 8192, True)
     val_tokens: int = setting(10485760, "in total", "val_tokens % val_sequence_length == 0 < val_tokens", 2**18, True)
     val_loss_every: int = setting(125, "steps between validations; 0: only at the end", (0, 10**6), cpu=50, free=True)
     target_loss: float = setting(3.28, "validation loss to reach; 0: none", (0, 1e6), cpu=1.04, free=True)
@@ -382,9 +380,8 @@ def gathered_bias(documents_T: Tensor, window_blocks: Tensor, num_heads: int, dt
 
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask | Tensor) -> Tensor:
-    """Attention under the mask. FlexAttention needs torch.compile and a GPU: it has no backward pass on a CPU.
-    Elsewhere each block of queries gets its own copy of the keys and values in its window, and the blocks are the
-    batch: the cost grows with length x window, as FlexAttention's does."""
+    """Attention under the mask. FlexAttention needs torch.compile and a GPU. Elsewhere a block of queries gets a copy
+    of its window's keys and values, and the blocks are the batch: the cost grows with length x window, too."""
     if isinstance(mask, BlockMask):
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
         return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
@@ -396,7 +393,11 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask | Tensor
 
 
 # ---- Model: a GPT with value embeddings, and with shortcuts in depth and to the token before -------------------------
-def norm(x: Tensor) -> Tensor:  # as F.rms_norm, which takes three times as many passes over memory on a CPU
+def norm(x: Tensor) -> Tensor:  # each row gets a root mean square of 1
+    if x.is_cpu and not torch.compiler.is_compiling():  # one operation, made for weights: few passes over memory
+        y, sizes = torch._weight_norm_interface(x.flatten(0, -2), x.new_full((x[..., 0].numel(), 1), x.size(-1) ** 0.5))
+        if sizes.all():  # it has no answer for a row of zeros
+            return y.view_as(x)
     return x * (math.sqrt(x.size(-1)) / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-3))
 
 
@@ -407,8 +408,7 @@ def matrices(count: int, rows: int, columns: int) -> nn.Parameter:
     return nn.Parameter(weights)
 
 
-def previous_token(x: Tensor) -> Tensor:
-    """For each token, what the one before it has in x; the first one has its own."""
+def previous_token(x: Tensor) -> Tensor:  # for each token, what the one before it has in x; the first has its own
     return torch.cat([x[:1], x[:-1]])
 
 
@@ -458,7 +458,7 @@ class CausalSelfAttention(nn.Module):
         qk, v = qkv.split([2 * self.s.num_heads, self.s.num_heads], dim=1)
         q, k = self.rotary(norm(qk)).chunk(2, dim=1)
         if self.shift_keys:  # a query then finds what followed a token: one layer can copy (record of 2025-12-14)
-            k = torch.where(self.rotary.still_D, previous_token(k), k)
+            k = torch.lerp(k, previous_token(k), self.rotary.still_D.type_as(k))
         v = v if value_embedding_TC is None else v + value_embedding_TC.view_as(v)
         y_THD = attend(q, k, v, packing.long if self.long else packing.short)
         gate_TH = torch.sigmoid(F.linear(x_TC[:, : self.s.gate_channels], self.gate.type_as(x_TC)))
@@ -550,23 +550,19 @@ class GPT(nn.Module):
         self.head = nn.Linear(s.model_dim, rows, bias=False)
         for starts_at_zero in (self.head, *self.value_embedding):
             nn.init.zeros_(starts_at_zero.weight)
-        if s.bfloat16_embeddings:
-            self.embedding.bfloat16()
-            self.value_embedding.bfloat16()
+        for table in (self.embedding, self.value_embedding):
+            table.to(torch.bfloat16 if s.bfloat16_embeddings else torch.float32)
 
     def forward(self, inputs_T: Tensor, targets_T: Tensor, windows: Tensor) -> Tensor:
-        logits_TV = self.logits(self.hidden(inputs_T, windows))
-        return F.cross_entropy(logits_TV, targets_T, reduction="none").float().mean()
+        return F.cross_entropy(self.logits(self.hidden(inputs_T, windows)), targets_T, reduction="none").float().mean()
 
     def pack(self, inputs_T: Tensor, windows: Tensor) -> Packing:
         if inputs_T.ndim != 1 or len(inputs_T) % BLOCK:
             raise ValueError(f"inputs must be one row of whole blocks of {BLOCK} tokens, not {tuple(inputs_T.shape)}")
         documents_T = (inputs_T == self.s.document_token).cumsum(0)
-        if self.use_flex:
-            masks = [document_block_mask(documents_T, window) for window in windows]
-        else:
-            masks = [gathered_bias(documents_T, window, self.s.num_heads, self.dtype) for window in windows]
-        return Packing(documents_T, *masks)
+        make_mask = document_block_mask if self.use_flex else gathered_bias
+        shape = () if self.use_flex else (self.s.num_heads, self.dtype)
+        return Packing(documents_T, *(make_mask(documents_T, window, *shape) for window in windows))
 
     def hidden(self, inputs_T: Tensor, windows: Tensor) -> Tensor:
         """The output of the last layer, normed."""
@@ -628,19 +624,18 @@ class Share:
             dist.all_gather_single(whole, part)
         return whole
 
-    def keep_gradient(self) -> None:
-        """Add this step's gradient to those of the steps before, back to the last update."""
+    def take_gradient(self, due: bool) -> None:
+        """Add this step's gradient to those since the last update. If one is due, start to sum over the processes."""
         gradients = [param.grad for param in self.params]
         if self.kept:
             torch._foreach_add_(gradients, self.kept)
-        self.kept = gradients
-
-    def start_reduce(self) -> None:
-        gradient, self.kept = self.padded(self.kept), []
-        self.gradient = torch.empty_like(self.mine) if self.parts > 1 else gradient
-        if self.parts > 1:
+        self.kept = [] if due else gradients
+        if due:
+            gradient = self.padded(gradients)
+            self.gradient = torch.empty_like(self.mine) if self.parts > 1 else gradient
+        if due and self.parts > 1:
             self.in_flight = dist.reduce_scatter_single(self.gradient, gradient, async_op=True)
-        elif self.world.size > 1:
+        elif due and self.world.size > 1:
             self.in_flight = dist.all_reduce(gradient, async_op=True)
 
     def finish(self, step: int, factor: float) -> None:
@@ -736,6 +731,13 @@ class NorMuon(Share):  # the matrices of one kind of layer, as one batch
 
 
 # ---- The step: forward and backward pass, update, validation, kernel warm-up -----------------------------------------
+def prepare_thread(cores: int, kept: list[Tensor]) -> None:
+    """glibc gives a thread's heap, 64 MiB, back to the system when it is empty, and in the next one each page costs a
+    fault: so eight heaps keep a small piece each, at their end, behind a large one that is given back at once."""
+    torch.set_num_threads(cores)
+    kept += [torch.empty(size, dtype=torch.uint8) for size in 8 * [(64 << 20) - (400 << 10), 256 << 10]][1::2]
+
+
 class Trainer:
     """The model, its optimizers, and what a step does to them."""
 
@@ -766,7 +768,7 @@ class Trainer:
         self.map, cores, sequences = map, torch.get_num_threads(), math.ceil(s.batch_sequences / world.size)
         if not world.on_gpu:  # a thread per sequence: faster than all cores together for each small operation
             threads, each = min(cores, sequences), max(1, cores // sequences)
-            self.map = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(each,)).map
+            self.map = ThreadPoolExecutor(threads, initializer=prepare_thread, initargs=(each, [])).map
             torch.set_num_threads(1)  # of the main thread: its helpers would wait busily, beside the others
 
     def set_stage(self, step: int) -> None:
@@ -808,9 +810,7 @@ class Trainer:
         factor = lr_factor(step, self.stages, self.s)
         due = [share for share in self.shares if (step + 1) % share.every == 0]
         for share in self.shares:
-            share.keep_gradient()
-        for share in due:
-            share.start_reduce()
+            share.take_gradient(share in due)
         run, order = (map, due) if self.world.size > 1 else (self.map, due[::-1])
         list(run(lambda share: share.finish(step, factor), order))
         for share in due:

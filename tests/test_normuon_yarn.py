@@ -139,8 +139,7 @@ def test_five_steps_of_normuon_are_those_of_a_loop_over_matrices_rows_and_entrie
                 w, u = weights[m][entry], update[entry]
                 weights[m][entry] = w - lr * rate * u - (lr * rate * 3.0 * lr * w if u * w >= 0 else 0)
         with torch.no_grad():
-            normuon.keep_gradient()
-            normuon.start_reduce()
+            normuon.take_gradient(due=True)
             normuon.update(step, factor)
     after = torch.cat([layer.weights.detach() for layer in layers]).double().numpy()
     np.testing.assert_allclose(after, weights, rtol=2e-3, atol=2e-4)
@@ -174,7 +173,8 @@ def test_adam_uses_the_gradients_of_both_steps_and_decays_only_where_the_update_
         gradient = torch.randn(5, 4)
         gradient[3] = 0
         kept, param.grad = kept + gradient.double().numpy(), gradient.clone()
-        adam.keep_gradient()
+        with torch.no_grad():
+            adam.take_gradient(due=step % 2 == 1)
         if step % 2 == 0:
             continue
         updates, rate = updates + 1, 0.3 * factor
@@ -188,7 +188,6 @@ def test_adam_uses_the_gradients_of_both_steps_and_decays_only_where_the_update_
             weights[entry] -= change + (0.5 * rate**2 * weights[entry] if agrees else 0)
         kept = 0
         with torch.no_grad():
-            adam.start_reduce()
             adam.finish(step, factor)
     np.testing.assert_allclose(param.detach().numpy(), weights, rtol=1e-5, atol=1e-6)
     assert 10 < decayed < 38  # of 60: some agree, some do not

@@ -902,9 +902,10 @@ def gradients_of_a_batch(script, world, sequences: int) -> dict:
 def gather_gradients(trainer) -> None:
     """Where each process gets the gradient of its share, and a sum over tokens: let all have all, and the mean."""
     for share in trainer.shares:
-        if hasattr(share, "keep_gradient"):
-            share.keep_gradient()
-        share.start_reduce()
+        if hasattr(share, "take_gradient"):
+            share.take_gradient(due=True)
+        else:
+            share.start_reduce()
         share.wait()
         if hasattr(share, "whole"):
             whole = share.whole(share.mine.grad)
