@@ -115,7 +115,7 @@ class Settings:
     momentum_warmup: int = setting(300, "steps over which Muon's momentum grows", (0, 10**6))
     momentum_cooldown: int = setting(50, "last steps, over which it falls again", (0, 10**6))
     seed: int = setting(1, "seed of the initial weights", (0, 2**62))
-    val_sequence_length: int = setting(262144, "tokens", "val_sequence_length in range(128, 2**24, 128)", 8192, True)
+    val_sequence_length: int = setting(262144, "in tokens", "val_sequence_length in range(128, 2**24, 128)", 8192, True)
     val_tokens: int = setting(10485760, "in total", "val_tokens % val_sequence_length == 0 < val_tokens", 2**18, True)
     val_loss_every: int = setting(125, "steps between validations; 0: only at the end", (0, 10**6), cpu=50, free=True)
     target_loss: float = setting(3.28, "validation loss to reach; 0: none", (0, 1e6), cpu=1.04, free=True)
@@ -380,8 +380,8 @@ def gathered_bias(documents_T: Tensor, window_blocks: Tensor, num_heads: int, dt
 
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask | Tensor) -> Tensor:
-    """Attention under the mask. FlexAttention needs torch.compile and a GPU. Elsewhere a block of queries gets a copy
-    of its window's keys and values, and the blocks are the batch: the cost grows with length x window, too."""
+    """Attention under the mask. With torch.compile on a GPU: FlexAttention. Otherwise each block of queries gets a
+    copy of its window's keys and values, and blocks form the batch: this cost, too, grows with length x window."""
     if isinstance(mask, BlockMask):
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
         return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
@@ -393,10 +393,10 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: BlockMask | Tensor
 
 
 # ---- Model: a GPT with value embeddings, and with shortcuts in depth and to the token before -------------------------
-def norm(x: Tensor) -> Tensor:  # each row gets a root mean square of 1
-    if x.is_cpu and not torch.compiler.is_compiling():  # one operation, made for weights: few passes over memory
+def norm(x: Tensor) -> Tensor:  # scales each row to a root mean square of 1
+    if x.is_cpu and not torch.compiler.is_compiling():  # torch's fused weight norm: fewer passes over memory
         y, sizes = torch._weight_norm_interface(x.flatten(0, -2), x.new_full((x[..., 0].numel(), 1), x.size(-1) ** 0.5))
-        if sizes.all():  # it has no answer for a row of zeros
+        if sizes.all():  # of a row of zeros it would make NaN
             return y.view_as(x)
     return x * (math.sqrt(x.size(-1)) / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-3))
 
@@ -408,7 +408,7 @@ def matrices(count: int, rows: int, columns: int) -> nn.Parameter:
     return nn.Parameter(weights)
 
 
-def previous_token(x: Tensor) -> Tensor:  # for each token, what the one before it has in x; the first has its own
+def previous_token(x: Tensor) -> Tensor:  # shifts rows down by one, across documents too; the first stays
     return torch.cat([x[:1], x[:-1]])
 
 
@@ -561,8 +561,8 @@ class GPT(nn.Module):
             raise ValueError(f"inputs must be one row of whole blocks of {BLOCK} tokens, not {tuple(inputs_T.shape)}")
         documents_T = (inputs_T == self.s.document_token).cumsum(0)
         make_mask = document_block_mask if self.use_flex else gathered_bias
-        shape = () if self.use_flex else (self.s.num_heads, self.dtype)
-        return Packing(documents_T, *(make_mask(documents_T, window, *shape) for window in windows))
+        extra = () if self.use_flex else (self.s.num_heads, self.dtype)
+        return Packing(documents_T, *(make_mask(documents_T, window, *extra) for window in windows))
 
     def hidden(self, inputs_T: Tensor, windows: Tensor) -> Tensor:
         """The output of the last layer, normed."""
@@ -625,7 +625,7 @@ class Share:
         return whole
 
     def take_gradient(self, due: bool) -> None:
-        """Add this step's gradient to those since the last update. If one is due, start to sum over the processes."""
+        """Add the gradients kept since the last update. If an update is due, start their sum over the processes."""
         gradients = [param.grad for param in self.params]
         if self.kept:
             torch._foreach_add_(gradients, self.kept)
@@ -732,8 +732,8 @@ class NorMuon(Share):  # the matrices of one kind of layer, as one batch
 
 # ---- The step: forward and backward pass, update, validation, kernel warm-up -----------------------------------------
 def prepare_thread(cores: int, kept: list[Tensor]) -> None:
-    """glibc gives a thread's heap, 64 MiB, back to the system when it is empty, and in the next one each page costs a
-    fault: so eight heaps keep a small piece each, at their end, behind a large one that is given back at once."""
+    """Set the thread's number of cores, and avoid page faults: glibc returns a thread's empty heap, 64 MiB, to the
+    system. So each of eight heaps keeps a small tensor at its end; the large tensor before it is freed at once."""
     torch.set_num_threads(cores)
     kept += [torch.empty(size, dtype=torch.uint8) for size in 8 * [(64 << 20) - (400 << 10), 256 << 10]][1::2]
 
@@ -805,13 +805,13 @@ class Trainer:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the shares that are due. Communication never waits for computation: all gradients are on their way
-        before the first update, and tables are gathered beside Muon."""
+        """Update the shares that are due. All sums over processes start before the first update, and the tables are
+        gathered beside Muon."""
         factor = lr_factor(step, self.stages, self.s)
         due = [share for share in self.shares if (step + 1) % share.every == 0]
         for share in self.shares:
-            share.take_gradient(share in due)
-        run, order = (map, due) if self.world.size > 1 else (self.map, due[::-1])
+            share.take_gradient(share in due)  # in one order on all processes
+        run, order = (map, due) if self.world.size > 1 else (self.map, due[::-1])  # threads: the longest first
         list(run(lambda share: share.finish(step, factor), order))
         for share in due:
             share.wait()
