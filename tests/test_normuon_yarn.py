@@ -4,6 +4,9 @@ over tokens or entries, a formula in float64, a table of published values."""
 import json
 import math
 import os
+import platform
+import subprocess
+import sys
 import tempfile
 from itertools import islice, pairwise
 from pathlib import Path
@@ -325,6 +328,41 @@ def test_the_norm_of_nothing_is_nothing():
     x = torch.zeros(3, 8, requires_grad=True)
     script.norm(x).sum().backward()
     assert torch.equal(script.norm(x), torch.zeros(3, 8)) and x.grad.isfinite().all()
+
+
+# ---- Threads that keep their memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="heaps of threads are glibc's")
+def test_a_thread_that_is_prepared_touches_its_memory_once_and_not_in_every_step():
+    """150 MB in a thread, six times over, as the tensors of a step; counted are the page faults after the first."""
+    code = """if True:
+        import importlib.util, resource, sys, threading, torch
+        spec = importlib.util.spec_from_file_location("script", sys.argv[1])
+        sys.modules["script"] = script = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(script)
+
+        def work(prepare, kept=[]):
+            if prepare:
+                script.prepare_thread(1, kept)
+            for step in range(6):
+                if step == 1:
+                    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                tensors = [torch.ones(5 * 2**20, dtype=torch.uint8) for _ in range(30)]
+                del tensors
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+        faults = []
+        for prepare in (False, True):
+            thread = threading.Thread(target=work, args=(prepare,))
+            thread.start()
+            thread.join()
+        print(*faults)
+    """
+    keep = dict(MALLOC_MMAP_THRESHOLD_="1073741824", MALLOC_TRIM_THRESHOLD_="4294967296", OMP_NUM_THREADS="1")
+    found = subprocess.run([sys.executable, "-c", code, SCRIPT], env=os.environ | keep, capture_output=True, text=True)
+    without, prepared = map(int, found.stdout.split())
+    assert without > 50_000 and prepared < without / 20, found
 
 
 # ---- Key offset, smear, skip, backout --------------------------------------------------------------------------------
