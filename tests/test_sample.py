@@ -236,7 +236,7 @@ def test_a_script_that_differs_in_many_places_is_one_line(trained, tmp_path):
 
 
 def test_a_forward_pass_that_does_more_than_hidden_and_logits_is_refused(trained, tmp_path, monkeypatch, capsys):
-    edit = "logits_TV = self.logits(self.hidden(inputs_T, windows))"
+    edit = "self.logits(self.hidden(inputs_T, windows))"
     script = variant(tmp_path / "more.py", (edit, edit.replace("inputs_T, windows", "inputs_T.flip(0), windows")))
     code, out, err = sample_here(trained, monkeypatch, capsys, "--script", str(script))
     assert (code, out) == (2, "") and "differs from" in err.splitlines()[0]
