@@ -118,7 +118,7 @@ def test_a_run_that_fails_is_told_in_one_line_and_files_nothing(record):
 
 def test_documents_are_held_out_of_the_training_documents_whole_and_always_the_same(tmp_path):
     hold_out(tmp_path)
-    import embedded_corpus as corpus  # found since hold_out looked for it
+    import embedded_corpus as corpus  # hold_out has put its folder on the path
 
     documents, _ = corpus.torch_documents(corpus.pinned_torch())
     tokens = {name: np.fromfile(tmp_path / f"own_{name}_.bin", "<u2", offset=1024) for name in ("train", "val")}
