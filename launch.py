@@ -66,7 +66,7 @@ def count_gpus() -> int:
 
 def cpu_processes(source: str, cores: int) -> int:
     """How many processes a script needs to keep the cores busy: one if it computes its sequences in threads, as the
-    current one does; the records before it are fastest with one for each of the CPU track's two sequences."""
+    two newest records do; those before are fastest with one for each of the CPU track's two sequences."""
     return 1 if "torch.set_num_threads" in source else min(2, cores)
 
 

@@ -33,7 +33,7 @@ FOLDERS = sorted(path.parent for path in (ROOT / "records").glob("*/train_gpt.py
 SCRIPTS = {folder.name: load_record(folder.name.split("_", 1)[1]) for folder in FOLDERS}
 BASELINE, WINDOW_WARMUP, UNET = map(load_record, ("Baseline", "WindowWarmup", "UNetValueEmbeds"))
 BLOCK_WINDOW, SPARSIFY, SOFT_CAP = map(load_record, ("BlockWindow", "SparsifyEmbeds", "SoftCap"))
-SHARDED, NORMUON = load_record("ShardedLongShort"), load_record("NorMuonYarn")
+SHARDED, THREADS, NORMUON = map(load_record, ("ShardedLongShort", "Threads", "NorMuonYarn"))
 SYSTEMS = [WINDOW_WARMUP, UNET, BLOCK_WINDOW, SPARSIFY, SOFT_CAP]
 MAKE_MASK = {
     WINDOW_WARMUP: WINDOW_WARMUP.document_block_mask,
@@ -42,6 +42,7 @@ MAKE_MASK = {
     SPARSIFY: SPARSIFY.document_block_mask,
     SOFT_CAP: SOFT_CAP.document_block_mask,
     SHARDED: SHARDED.document_block_mask,
+    THREADS: THREADS.document_block_mask,
 }
 # A model and a run that take a moment; of these, a script gets the settings that it has.
 SMALL = dict(vocab_size=257, document_token=256, num_layers=2, num_heads=2, model_dim=32, sequence_length=256)
@@ -128,7 +129,7 @@ def test_the_defaults_are_the_8xh100_run_and_a_cpu_changes_what_has_a_value_for_
     for processes in (1, 2):
         cpu = script.make_settings({}, processes, on_gpu=False)
         assert cpu == replace(full, **changes, dtype=cpu.dtype)
-    tokens = {SHARDED: 393216, NORMUON: 131072}.get(script, 524288)  # with the last, in the first stage
+    tokens = {SHARDED: 393216, THREADS: 393216, NORMUON: 131072}.get(script, 524288)  # of NORMUON, in the first stage
     assert full.sequence_length * full.batch_sequences == tokens
     assert full.val_tokens == 10485760
     assert (full.val_loss_every, full.save_every, full.recompute) == (125, 0, False)
@@ -205,6 +206,7 @@ ANYTHING = object()
 HALVE = 'ending, code = "out of memory: halve --sequence_length and double --batch_sequences, or --recompute true", 2'
 SHARE = 'ending, code = "out of memory: more processes, fewer --batch_sequences, or --recompute true", 2'
 HINT = '"halve --sequence_length and double --batch_sequences, halve --val_sequence_length, or --recompute true"'
+STARTS = "self.world, self.stop, self.stop_time, self.stepping{} = world, None, math.inf, False{}"
 TOO_SHORT = 'raise UserError(f"--val_tokens {s.val_tokens}: {self.val_shard.path} has {LENGTH - 1}")'
 PLUMBING_CHANGES = {
     WINDOW_WARMUP: {
@@ -254,12 +256,34 @@ PLUMBING_CHANGES = {
         "Run.train": ["""+log.note(f"head     trained in {'FP8' if s.fp8_head else s.dtype}")"""],
         "main": [f"-{HALVE}", f"+hint = {HINT}", '+ending, code = f"out of memory: {hint}", 2'],
     },
+    THREADS: {
+        "Shard.": ANYTHING,  # its docstring: a file that is read, and not mapped
+        **dict.fromkeys([f"Shard.{x}" for x in ("__init__", "bytes", "read", "find", "fingerprint")], ANYTHING),
+        "DistributedDataLoader.": ANYTHING,  # its docstring
+        "DistributedDataLoader.find_batch": [
+            "-end = len(shard.tokens) - length",
+            "+end = shard.length - length",
+        ],
+        "DistributedDataLoader.next_batch": ANYTHING,
+        "Run.__init__": [
+            "-" + STARTS.format(", self.launcher", ", os.getppid()"),
+            "+" + STARTS.format("", ""),
+            "-if len(self.val_shard.tokens) <= s.val_tokens:",
+            "+if self.val_shard.length <= s.val_tokens:",
+            "-" + TOO_SHORT.replace("LENGTH", "len(self.val_shard.tokens)"),
+            "+" + TOO_SHORT.replace("LENGTH", "self.val_shard.length"),
+        ],
+        "Run.loop": [
+            '-if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher:',
+            '+if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:',
+            '-self.stop = self.stop or UserError("torchrun is gone", 1)',
+            '+self.stop = self.stop or UserError("its launcher is gone", 1)',
+        ],
+    },
     NORMUON: {
         **dict.fromkeys(["STAGES", "CPU_STAGES", "Stage", "stages_of", "stage_at"], ANYTHING),
         "make_settings": ["+stages_of(s)"],
-        "Shard.": ANYTHING,  # its docstring: the thread reads the file, and does not map it
-        **dict.fromkeys([f"Shard.{x}" for x in ("__init__", "bytes", "read", "find", "documents")], ANYTHING),
-        "Shard.fingerprint": ANYTHING,
+        **dict.fromkeys([f"Shard.{name}" for name in ("read", "find", "documents")], ANYTHING),
         "DistributedDataLoader.": ANYTHING,  # its docstring
         "DistributedDataLoader.__init__": ANYTHING,
         **dict.fromkeys([f"DistributedDataLoader.{name}" for name in ("find_batch", "next_batch")], ANYTHING),
@@ -267,10 +291,6 @@ PLUMBING_CHANGES = {
         "Run.__init__": [
             "-self.loader = DistributedDataLoader(s, world)",
             '+self.loader, self.position = DistributedDataLoader(s, world), self.saved.get("position", [0, 0])',
-            "-if len(self.val_shard.tokens) <= s.val_tokens:",
-            "+if self.val_shard.length <= s.val_tokens:",
-            "-" + TOO_SHORT.replace("LENGTH", "len(self.val_shard.tokens)"),
-            "+" + TOO_SHORT.replace("LENGTH", "self.val_shard.length"),
         ],
         "Run.train": [
             '+lengths = ", ".join(str(length) for length in sorted({stage.length for stage in self.trainer.stages}))',
@@ -360,7 +380,8 @@ def test_validation_is_the_mean_loss_of_the_first_tokens_with_the_window_of_that
         }
         found, losses = trainer.validate(shard) if script is BASELINE else trainer.validate(shard, step), []
         for start in (0, 256, 512, 768):
-            pair = shard.read((start, start + 257)) if script is NORMUON else shard.read(start, 256)
+            span = {NORMUON: [(start, start + 257)], THREADS: [start, start + 257]}.get(script, [start, 256])
+            pair = shard.read(*span)
             losses.append(trainer.model(*pair, *map(torch.tensor, windows.get(script, [blocks]))).item())
         assert found == pytest.approx(sum(losses) / 4, rel=1e-5)
 
@@ -375,7 +396,7 @@ def schedule_of(script, **changes) -> list[tuple]:
         name: getattr(full, name) for name in ("num_iterations", "window_start", "window_end") if hasattr(full, name)
     }
     trainer = script.Trainer(small(script, **keep | changes), alone(script))
-    if script is SHARDED:
+    if script in (SHARDED, THREADS):
         _, *muon = (optimizer for optimizer, _ in trainer.optimizers)
         trainer.optimizers, trainer.shares = [], []
     else:
@@ -402,6 +423,7 @@ def schedule_of(script, **changes) -> list[tuple]:
         (SPARSIFY, 1490, [1, 1, 3, 7, 14], {111: 2, 221: 3, 332: 4}, 891, 0.00166667),
         (SOFT_CAP, 1390, [1, 1, 3, 7, 14], {103: 2, 206: 3, 309: 4}, 835, 0.00179856),
         (SHARDED, 1695, [1, 1, 3, 7, 14], {126: 2, 252: 3, 377: 4}, 933, 0.10117994),
+        (THREADS, 1695, [1, 1, 3, 7, 14], {126: 2, 252: 3, 377: 4}, 933, 0.10117994),
     ],
     ids=name_of,
 )
@@ -417,7 +439,7 @@ def test_schedules_at_full_size(script, steps, windows, changes, cools_from, las
     assert [window[step] for step in changed] == [*range(windows[0] + stride, windows[-1] + 1, stride)]
     assert next(step for step in range(steps) if rate[step] < 1 - 1e-9) == cools_from
     assert set(rate[:cools_from]) == {1} and rate[-1] == pytest.approx(last_rate, rel=1e-5)
-    assert np.allclose(np.diff(rate[cools_from:]), -(0.9 if script is SHARDED else 1) / (frac * steps))
+    assert np.allclose(np.diff(rate[cools_from:]), -(0.9 if script in (SHARDED, THREADS) else 1) / (frac * steps))
     assert momentum[0] == 0.85 and momentum[100] == pytest.approx(0.883333, abs=1e-6)
     assert set(np.round(momentum[300:], 12)) == {0.95} and list(momentum) == sorted(momentum)
 
@@ -598,7 +620,7 @@ def test_a_window_of_tokens_is_that_of_the_dense_mask(script, in_window, documen
     assert torch.equal(seen_in_gathered(script, documents, window), expected)
 
 
-@of([BLOCK_WINDOW, SPARSIFY, SOFT_CAP, SHARDED])
+@of([BLOCK_WINDOW, SPARSIFY, SOFT_CAP, SHARDED, THREADS])
 @window_cases([1, 2, 3, 14])
 @settings(max_examples=10, deadline=None)
 def test_a_window_of_blocks_is_that_of_the_dense_mask_and_whole_blocks_are_listed_apart(script, documents, window):
@@ -610,7 +632,7 @@ def test_a_window_of_blocks_is_that_of_the_dense_mask_and_whole_blocks_are_liste
     assert torch.equal(full, by_block.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1))
 
 
-@of([UNET, BLOCK_WINDOW, SPARSIFY, SOFT_CAP, SHARDED])
+@of([UNET, BLOCK_WINDOW, SPARSIFY, SOFT_CAP, SHARDED, THREADS])
 def test_the_blocks_of_a_long_sequence_are_listed_in_order(script):
     torch.manual_seed(0)
     documents = (torch.rand(64 * BLOCK) < 1 / 500).cumsum(0)
@@ -878,7 +900,7 @@ def gradients_of_a_batch(script, world, sequences: int) -> dict:
     stir(trainer.model)
     forwards, sums = [], []
     trainer.model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    if world.size > 1 and script not in (SHARDED, NORMUON):
+    if world.size > 1 and script not in (SHARDED, THREADS, NORMUON):
 
         def hook(_, bucket):
             sums.append(bucket.is_last())
@@ -887,7 +909,7 @@ def gradients_of_a_batch(script, world, sequences: int) -> dict:
         trainer.ddp_loss.register_comm_hook(None, hook)
     mine = random_sequences(sequences)[world.rank :: world.size]
     loss, stopping = trainer.backward(batch_of(script, mine), step=0, stop=world.rank == 1)
-    if script in (SHARDED, NORMUON):
+    if script in (SHARDED, THREADS, NORMUON):
         gather_gradients(trainer)
     return dict(
         loss=loss,
@@ -1018,7 +1040,7 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_sequences_losses_side_by_side_or
     loss, _ = trainer.backward(batch_of(script, sequences), step=0)
     apart = [trainer.model(*sequence, *windows_of(trainer)).item() for sequence in sequences]
     assert loss == pytest.approx(sum(apart) / 4, rel=1e-6)
-    if script not in (UNET, NORMUON):
+    if script not in (UNET, THREADS, NORMUON):
         side_by_side = tuple(map(torch.cat, zip(*sequences, strict=True)))
         assert trainer.backward([side_by_side], step=0)[0] == pytest.approx(loss, rel=1e-6)
 

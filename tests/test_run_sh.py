@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from helpers import ONE_THREAD, ROOT, Started, checkpoint, only_log
+from helpers import ONE_THREAD, ROOT, Started, alive, checkpoint, only_log, wait_until
 
 import launch
 
@@ -258,7 +258,7 @@ def test_bad_input_is_one_line_and_exit_code_2(copy, shards, before, after, mess
 
 
 @pytest.mark.parametrize(
-    "name, cores, processes", [("", 8, 1), ("NorMuonYarn", 2, 1), ("SoftCap", 8, 2), ("Base", 1, 1)]
+    "name, cores, processes", [("", 8, 1), ("NorMuonYarn", 2, 1), ("Threads", 2, 1), ("SoftCap", 8, 2), ("Base", 1, 1)]
 )
 def test_a_script_with_threads_gets_one_process_and_an_older_one_a_process_per_sequence(name, cores, processes):
     script = launch.find_script(name) if name else ROOT / "train_gpt.py"
@@ -307,6 +307,16 @@ def test_a_killed_process_is_named(copy, shards, processes):
     assert run.err.splitlines()[-1] == f"run.sh: rank {processes - 1} was killed by SIGKILL"
 
 
+def test_a_run_whose_launcher_is_killed_while_it_imports_torch_does_not_go_on_alone(copy, shards):
+    with StartedByRunSh(copy, *shards, "--num_iterations=100000", processes=1) as run:
+        wait_until(lambda: 0 in run.ranks())
+        rank = run.ranks()[0]
+        wait_until(lambda: "libtorch_cpu" in Path(f"/proc/{rank}/maps").read_text())
+        run.process.kill()
+        wait_until(lambda: not alive(rank), 60)
+    assert only_log(copy).read_text().splitlines()[-1] == "ended: its launcher is gone"
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_whose_launcher_is_killed_ends_and_says_so(copy, shards, processes):
     with StartedByRunSh(copy, *shards, "--num_iterations=100000", processes=processes) as run:
@@ -317,4 +327,4 @@ def test_a_run_whose_launcher_is_killed_ends_and_says_so(copy, shards, processes
         log, deadline = only_log(copy), time.monotonic() + 60
         while "\nended: " not in log.read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
-    assert log.read_text().splitlines()[-1] == "ended: torchrun is gone"
+    assert log.read_text().splitlines()[-1] == "ended: its launcher is gone"

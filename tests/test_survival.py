@@ -332,7 +332,7 @@ def test_ranks_whose_torchrun_was_killed_end_by_themselves_and_a_new_job_goes_on
         run.signal(signal.SIGKILL)
         run.exit_code()
         wait_until(lambda: not any(alive(pid) for pid in ranks.values()), 60)
-        assert len(ranks) == 2 and last_line(folder) == "ended: torchrun is gone"
+        assert len(ranks) == 2 and last_line(folder) == "ended: its launcher is gone"
     (saved,) = [max(folder.glob("checkpoints/*/*.pt"))]
     steps = len(train_losses(only_log(folder).read_text()))
     assert load(saved)["step"] == steps, "the last step was saved"

@@ -32,7 +32,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCE = Path(__file__).read_text(encoding="utf-8")  # for the log; read at once, before anybody edits the file
+SOURCE, LAUNCHER = Path(__file__).read_text(encoding="utf-8"), os.getppid()  # at once, before either changes
 try:
     import numpy as np
     import torch
@@ -55,7 +55,7 @@ STAGES = (
     "        684       1   1.00      1     3 "  # the scheduled steps, in thirds
     "        683       2   1.51      3     7 "
     "        683       3   1.93      5    11 "
-    "         40       3   1.93      6    13 "  # last row but one: the extension, learning rates stay at their lowest
+    "         40       3   1.93      6    13 "  # last row but one: the extension, learning rates at `final_lr`
     "          0       3   1.93      6    20 "  # last row: the last validation, which takes no steps
 )
 CPU_STAGES = (
@@ -80,7 +80,7 @@ def setting(default, meaning: str, rule: tuple | str, cpu=None, free: bool = Fal
 @dataclass(frozen=True)
 class Settings:
     train_files: str = setting("data/fineweb10B/*train*.bin", "training data", ANY, "data/embedded/*train*.bin", True)
-    val_files: str = setting("data/fineweb10B/*val*.bin", "validation data", ANY, "data/embedded/*val*.bin", True)
+    val_files: str = setting("data/fineweb10B/*val*.bin", "validation: 1st file", ANY, "data/embedded/*val*.bin", True)
     vocab_size: int = setting(50257, "number of different tokens", (1, 65536), cpu=257)
     document_token: int = setting(50256, "it starts a document", "0 <= document_token < vocab_size", cpu=256)
     num_layers: int = setting(11, "transformer blocks", (2, 1000), cpu=3)
@@ -95,14 +95,14 @@ class Settings:
     max_document: int = setting(2048, "tokens of a document to train on; the rest is left out", (1, 2**24))
     stages: str = setting(STAGES, "the table of stages, row after row", ANY, cpu=CPU_STAGES)
     num_iterations: int = setting(2090, "training steps", (1, 999_999), cpu=200)
-    cooldown_frac: float = setting(0.55, "last part of the steps, in which learning rates fall", (0, 1))
+    cooldown_frac: float = setting(0.55, "last part of the scheduled steps: learning rates fall", (0, 1))
     final_lr: float = setting(0.1, "what is left of the learning rates at the end, as a factor", (0, 1))
     embedding_lr: float = setting(0.6, "Adam's learning rate for the embedding tables", (0, 1e6), cpu=0.1)
     head_lr: float = setting(0.008, "Adam's learning rate for the output head", (0, 1e6))
     gate_lr: float = setting(0.008, "Adam's learning rate for attention's gates", (0, 1e6))
     scalar_lr: float = setting(0.04, "Adam's learning rate for the mixing weights", (0, 1e6))
-    adam_beta1: float = setting(0.65, "Adam's decay of the mean gradient", (0, 0.99999), cpu=0.9)
-    adam_beta2: float = setting(0.95, "Adam's decay of the mean squared gradient", (0, 0.99999), cpu=0.99)
+    adam_beta1: float = setting(0.65, "Adam's decay of the mean gradient; gates: 0.9", (0, 0.99999), cpu=0.9)
+    adam_beta2: float = setting(0.95, "Adam's decay of the mean squared gradient; gates: 0.99", (0, 0.99999), cpu=0.99)
     adam_eps: float = setting(1e-10, "Adam's eps, for gradients that are summed over a batch", (1e-30, 1))
     scalar_eps: float = setting(1e-10, "the same for the mixing weights", (1e-30, 1), cpu=0.02)
     adam_decay: float = setting(0.005, "Adam's weight decay, times its learning rates squared", (0, 1e6))
@@ -319,7 +319,7 @@ class DistributedDataLoader:
 
 # ---- Attention: who sees whom, and two ways to compute it ------------------------------------------------------------
 # Shapes: T tokens, V vocabulary, C channels, F in MLPs, H heads, D per head, N blocks of B, W per window
-# A token sees itself and the tokens before it that are in its document and at most `window_blocks` blocks back. For a
+# A token sees itself and the tokens before it that are in its document and at most window_blocks x 128 back. For a
 # sequence of 7 blocks, two documents that meet inside block 3, and a window of 2 blocks (rows: queries, columns: keys):
 #         0 1 2 3 4 5 6
 #     0   /
@@ -565,7 +565,7 @@ class GPT(nn.Module):
         return Packing(documents_T, *(make_mask(documents_T, window, *extra) for window in windows))
 
     def hidden(self, inputs_T: Tensor, windows: Tensor) -> Tensor:
-        """The output of the last layer, normed."""
+        """What the head gets: the last layer's output less the backout, normed."""
         packing, (smear, skip, backout) = self.pack(inputs_T, windows), self.shortcut_mix
         x = self.embedding(inputs_T).to(self.dtype)
         gate_T1 = torch.sigmoid(F.linear(x[:, : self.s.gate_channels], self.smear_gate.type_as(x)))
@@ -653,7 +653,7 @@ class Share:
 
 
 def lr_factor(step: int, stages: list[Stage], s: Settings) -> float:
-    """The stage's factor. The cooldown, in a straight line down to `final_lr`, ends where the extension begins."""
+    """The stage's factor. The cooldown blends it into `final_lr`, step by step, until the extension begins."""
     left = min(1.0, max(0.0, 1 - step / stages[-2].first_step) / s.cooldown_frac) if s.cooldown_frac else 1.0
     return left * stage_at(step, stages).rates + (1 - left) * s.final_lr
 
@@ -732,8 +732,8 @@ class NorMuon(Share):  # the matrices of one kind of layer, as one batch
 
 # ---- The step: forward and backward pass, update, validation, kernel warm-up -----------------------------------------
 def prepare_thread(cores: int, kept: list[Tensor]) -> None:
-    """Set the thread's number of cores, and avoid page faults: glibc returns a thread's empty heap, 64 MiB, to the
-    system. So each of eight heaps keeps a small tensor at its end; the large tensor before it is freed at once."""
+    """Set the thread's cores, and avoid page faults: with run.sh's malloc settings a thread has heaps of 64 MiB, which
+    glibc returns when empty. So each of eight keeps a small tensor at its end; the large one before it is freed."""
     torch.set_num_threads(cores)
     kept += [torch.empty(size, dtype=torch.uint8) for size in 8 * [(64 << 20) - (400 << 10), 256 << 10]][1::2]
 
@@ -772,7 +772,7 @@ class Trainer:
             torch.set_num_threads(1)  # of the main thread: its helpers would wait busily, beside the others
 
     def set_stage(self, step: int) -> None:
-        """This step's windows and rotary positions: new values in tensors. Rotary ignores the last row's window."""
+        """This step's windows and rotary positions: new values in tensors. Rotary ignores the last row (no steps)."""
         if (stage := stage_at(step, self.stages)) != self.stage:
             self.stage = stage
             self.windows.copy_(torch.tensor([stage.short, stage.long]))
@@ -790,7 +790,7 @@ class Trainer:
         any process wants to stop; the host reads both while the GPU is busy with the backward pass."""
         self.set_stage(step)
         losses, gradients = [], None
-        for loss, more in self.map(self.gradients, batch):  # added in order: the same bits in every run
+        for loss, more in self.map(self.gradients, batch):  # added in order, whichever thread ends first
             losses, gradients = [*losses, loss], torch._foreach_add(gradients, more) if gradients else more
         for param, gradient in zip(self.params.values(), gradients, strict=True):
             param.grad = gradient
@@ -943,7 +943,7 @@ class Run:
     """One run. Settings, checkpoint, data and log are opened and checked before anything is computed."""
 
     def __init__(self, world: World, flags: dict):
-        self.world, self.stop, self.stop_time, self.stepping, self.launcher = world, None, math.inf, False, os.getppid()
+        self.world, self.stop, self.stop_time, self.stepping = world, None, math.inf, False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
                 signal.signal(number, self.on_signal)
@@ -1020,8 +1020,8 @@ class Run:
                     next_position, next_batch = next(batches)
                 except (UserError, OSError) as error:
                     self.stop = error
-                if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher:  # do not outlive the job
-                    self.stop = self.stop or UserError("torchrun is gone", 1)
+                if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:  # do not outlive the job
+                    self.stop = self.stop or UserError("its launcher is gone", 1)
                 loss, stopping = trainer.backward(batch, step, self.stop is not None)
             if stopping or (s.save_every and step > first_step and (step % s.save_every == 0 or step == n)):
                 log.stop_clock()
