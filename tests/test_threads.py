@@ -101,6 +101,18 @@ def gradients_of(trainer) -> dict[str, torch.Tensor]:
     return {name: gradient / gradient.abs().max() for name, gradient in named.items()}
 
 
+def test_every_step_of_a_full_run_has_the_same_window_learning_rate_and_momentum():
+    s = THREADS.Settings()
+    assert vars(s) == vars(BEFORE.Settings())
+    for step in range(s.num_iterations):
+        progress = step / s.num_iterations
+        assert THREADS.lr_factor(step, s) == BEFORE.lr_factor(progress, s.cooldown_frac, s.final_lr)
+        momentum = BEFORE.muon_momentum(step, s.momentum_warmup, s.momentum_start, s.momentum_end)
+        assert THREADS.muon_momentum(step, s) == pytest.approx(momentum, abs=1e-12)
+        windows = [script.window_in_blocks(progress, s.window_start, s.window_end) for script in SCRIPTS]
+        assert windows[0] == windows[1]
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 40), st.lists(st.integers(0, 40 * 128 - 1), max_size=12), st.integers(1, 20))
 def test_the_blocks_of_a_mask_are_listed_by_counting_as_they_were_by_sorting(blocks, starts, window):
@@ -115,8 +127,9 @@ def test_the_blocks_of_a_mask_are_listed_by_counting_as_they_were_by_sorting(blo
             assert next(listed) == next(listed)
 
 
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 4e-5), (torch.bfloat16, 2e-2)])
 def test_rotary_turns_as_before_in_its_own_dtype(folder, dtype, error):
+    """With angles up to 255, of which float32 has seven digits."""
     name = str(dtype).removeprefix("torch.")
     old, new = (trainer_of(script, folder, dtype=name).model.blocks[0].attention.rotary for script in SCRIPTS)
     x = torch.randn(LENGTH, 2, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -155,5 +168,5 @@ def test_a_shard_that_shrinks_while_it_is_read_ends_in_one_line(folder):
     loader = loader_of(THREADS, folder)
     loader.next_batch()
     write_shard(folder / "train_0.bin", made_up_tokens(100))
-    with pytest.raises(THREADS.UserError, match="train_0.bin: its size changed while it was in use"):
+    with pytest.raises(THREADS.UserError, match=r"train_0\.bin: its size changed while it was in use"):
         loader.next_batch()

@@ -22,7 +22,6 @@ import sys
 import time
 import uuid
 import zipfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -73,7 +72,7 @@ class Settings:
     window_start: int = setting(128, "window in tokens at the first step", "128 <= window_start <= window_end", cpu=256)
     window_end: int = setting(1856, "attention window at the last step, in tokens", (BLOCK, 2**24), cpu=256)
     num_iterations: int = setting(1695, "training steps", (1, 999_999), cpu=900)
-    cooldown_frac: float = setting(0.45, "last part of the steps, in which learning rates fall", (0, 1), cpu=0.5)
+    cooldown_frac: float = setting(0.45, "last part of the steps: learning rates fall", (0, 1), cpu=0.5)
     final_lr: float = setting(0.1, "what is left of the learning rates at the end, as a factor", (0, 1))
     embedding_lr: float = setting(0.6, "Adam's learning rate for the embedding tables", (0, 1e6), cpu=0.2)
     head_lr: float = setting(0.008, "Adam's learning rate for the output head", (0, 1e6))
@@ -218,8 +217,8 @@ class Shard:
 
     def find(self, token: int, first: int) -> int:
         """Where `token` comes next, from `first` on; the shard's length if it does not."""
-        for start in range(first, self.length, 1024):
-            if len(found := (self.read(start, start + 1025)[0] == token).nonzero()):
+        for start in range(first, self.length, 2**14):
+            if len(found := (self.read(start, start + 2**14 + 1)[0] == token).nonzero()):
                 return start + int(found[0])
         return self.length
 
@@ -253,7 +252,7 @@ class DistributedDataLoader:
             if len(starts) == count:
                 return number, starts
             number, first = number + 1, 0
-        raise UserError(f"no shard of {self.s.train_files} has {count} x {length} tokens that start at a document")
+        raise UserError(f"{self.s.train_files}: no shard has {count} x {length} tokens that start at a document")
 
     def next_batch(self) -> list[tuple[Tensor, Tensor]]:
         """This process's sequences of the next step: (inputs, targets), on its device."""
@@ -262,7 +261,7 @@ class DistributedDataLoader:
         batch = [shard.read(start, start + length + 1) for start in mine]
         self.position = [number, starts[-1] + length + 1]
         if self.world.on_gpu:
-            batch = [tuple(x.pin_memory().to(self.world.device, non_blocking=True) for x in pair) for pair in batch]
+            batch = [[x.pin_memory().to(self.world.device, non_blocking=True) for x in pair] for pair in batch]
         return batch
 
 
@@ -284,8 +283,8 @@ class Packing(NamedTuple):
     """How documents are packed into a sequence. A mask is FlexAttention's; or, for gathered blocks, 0 or -inf."""
 
     documents_T: Tensor  # number of each token's document, growing; for ideas that need more than the masks
-    long: BlockMask | Tensor  # the mask with the whole window, for a few layers
-    short: BlockMask | Tensor  # with half of it, for the others
+    short: BlockMask | Tensor  # the mask with half of the window, for most layers
+    long: BlockMask | Tensor  # with the whole one, for a few
 
 
 def document_block_mask(documents_T: Tensor, window_blocks: Tensor) -> BlockMask:
@@ -362,10 +361,12 @@ class Rotary(nn.Module):
     def __init__(self, s: Settings):
         super().__init__()
         head_dim, dtype = s.model_dim // s.num_heads, getattr(torch, s.dtype)
-        frequencies = torch.cat([(1 / 1024) ** torch.linspace(0, 1, head_dim // 4), torch.zeros(head_dim // 4)])
-        angle_TD = torch.outer(torch.arange(max(s.sequence_length, s.val_sequence_length)), frequencies)
-        cos_sin = torch.stack([angle_TD.cos().repeat(1, 2), torch.cat([angle_TD.sin(), -angle_TD.sin()], 1)])
-        self.register_buffer("cos_sin", cos_sin[:, :, None].to(dtype), persistent=False)
+        frequencies = 1024 ** -np.linspace(0, 1, head_dim // 4)
+        position = torch.arange(max(s.sequence_length, s.val_sequence_length), dtype=torch.float32)
+        angle_TD = torch.outer(position, torch.tensor([*frequencies, *0 * frequencies]).to(position))
+        cos_TD, sin_TD = angle_TD.cos(), angle_TD.sin()
+        cos_sin = torch.stack([cos_TD.repeat(1, 2), torch.cat([sin_TD, -sin_TD], 1)])[:, :, None]
+        self.register_buffer("cos_sin", cos_sin.to(dtype), persistent=False)
 
     def forward(self, x_THD: Tensor) -> Tensor:
         cos_T1D, sin_T1D = self.cos_sin[:, : len(x_THD)]
@@ -429,10 +430,8 @@ def fp8_product(a_MK: Tensor, b_NK: Tensor, scale: float, dtype: torch.dtype, fa
 
 class Fp8Linear(torch.autograd.Function):
     """x @ w.mT and its gradients by products in FP8, twice as fast as bfloat16's (public record of 2025-01-13).
-
     Scales fill e4m3's range, +-448: a channel of x, which is normed, is at most sqrt(C); weights are clamped at 0.875.
-    The output's gradient is at most 1, as the loss is a sum over tokens; e5m2 has fewer digits but keeps small values.
-    """
+    A logit's gradient is at most 1, as the loss is a sum over tokens; it needs e5m2's range more than digits."""
 
     @staticmethod
     def forward(ctx, x_TC: Tensor, w_VC: Tensor) -> Tensor:
@@ -489,7 +488,7 @@ class GPT(nn.Module):
         documents_T = (inputs_T == self.s.document_token).cumsum(0)
         make_mask = document_block_mask if self.use_flex else gathered_bias
         extra = () if self.use_flex else (self.s.num_heads, self.dtype)
-        windows = window_blocks, (window_blocks // 2).clamp(min=1)
+        windows = (window_blocks // 2).clamp(min=1), window_blocks
         return Packing(documents_T, *(make_mask(documents_T, window, *extra) for window in windows))
 
     def hidden(self, inputs_T: Tensor, window_blocks: Tensor) -> Tensor:
@@ -514,37 +513,6 @@ class GPT(nn.Module):
 
 
 # ---- Optimizers and schedules: Muon for the blocks' matrices, Adam for the rest --------------------------------------
-def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """Matrices with the same singular vectors and every singular value near 1: between 0.7 and 1.2, which is enough.
-
-    The coefficients let small ones grow as fast as possible (Keller Jordan, https://kellerjordan.github.io/posts/muon).
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # now no singular value is above 1
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b gram + c gram²) x
-    return x
-
-
-class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalized by Newton-Schulz: a stack of matrices is one batch."""
-
-    def __init__(self, stack: nn.Parameter, rates: Tensor, s: Settings, orthogonalize=newton_schulz):
-        super().__init__([stack], dict(lr=s.muon_lr, momentum=s.momentum_start, ns_steps=s.ns_steps))
-        self.state[stack]["momentum"] = torch.zeros_like(stack)
-        self.rates, self.dtype, self.orthogonalize = rates[:, None, None], getattr(torch, s.dtype), orthogonalize
-
-    @torch.no_grad()
-    def step(self) -> None:
-        (group,) = self.param_groups
-        (stack,) = group["params"]
-        momentum = self.state[stack]["momentum"].lerp_(stack.grad, 1 - group["momentum"])
-        nesterov = stack.grad.lerp_(momentum, group["momentum"])
-        update = self.orthogonalize(nesterov.to(self.dtype), group["ns_steps"])
-        stack.sub_(update * (group["lr"] * self.rates))
-
-
 class Share:
     """Parameters stacked along their first dimension; a row is a table's row, a matrix, or a number. Each process
     updates a share of the rows: it gets their summed gradient (reduce-scatter), updates them, gathers the others.
@@ -558,11 +526,11 @@ class Share:
     def __init__(self, name: str, params: list[nn.Parameter], world: World, split: bool = True):
         self.name, self.params, self.world, self.in_flight = name, params, world, None
         self.parts, self.number = (world.size, world.rank) if split else (1, 0)
-        self.rows = sum(len(param) for param in params)
+        self.sizes, self.rows = [len(param) for param in params], sum(len(param) for param in params)
         self.stack = self.padded([param.detach() for param in params])
-        for param, rows in zip(params, self.stack[: self.rows].split([len(param) for param in params]), strict=True):
+        for param, rows in zip(params, self.stack[: self.rows].split(self.sizes), strict=True):
             param.data = rows
-        self.mine = nn.Parameter(self.part(self.stack))  # a view, too
+        self.mine = self.part(self.stack)  # a view, too
 
     def padded(self, rows: list[Tensor]) -> Tensor:
         """These rows in one tensor that splits into equal parts."""
@@ -573,25 +541,29 @@ class Share:
     def part(self, stack: Tensor) -> Tensor:
         return stack.chunk(self.parts)[self.number]
 
-    def whole(self, part: Tensor) -> Tensor:
-        """All rows of what every process has its part of."""
-        stack = torch.empty_like(self.stack, dtype=part.dtype) if self.parts > 1 else part
+    def gather(self, part: Tensor) -> Tensor:
+        """What the processes have, one after the other."""
+        whole = part.new_empty(self.parts * len(part), *part.shape[1:]) if self.parts > 1 else part
         if self.parts > 1:
-            dist.all_gather_single(stack, part)
-        return stack[: self.rows]
+            dist.all_gather_single(whole, part)
+        return whole
 
-    def start_reduce(self) -> None:
+    def take_gradient(self) -> None:
+        """Start the gradient's sum over the processes."""
         gradient = self.padded([param.grad for param in self.params])
+        self.gradient = torch.empty_like(self.mine) if self.parts > 1 else gradient
         if self.parts > 1:
-            self.mine.grad = torch.empty_like(self.mine)
-            self.in_flight = dist.reduce_scatter_single(self.mine.grad, gradient, async_op=True)
-        else:
-            self.mine.grad = gradient
-            self.in_flight = dist.all_reduce(gradient, async_op=True) if self.world.size > 1 else None
+            self.in_flight = dist.reduce_scatter_single(self.gradient, gradient, async_op=True)
+        elif self.world.size > 1:
+            self.in_flight = dist.all_reduce(gradient, async_op=True)
 
-    def start_gather(self) -> None:
+    def finish(self, step: int, factor: float) -> None:
+        """Update this process's share and start to gather the others'."""
+        self.wait()
+        self.update(step, factor)
+        self.gradient = None
         if self.parts > 1:
-            self.in_flight = dist.all_gather_single(self.stack, self.mine.detach(), async_op=True)
+            self.in_flight = dist.all_gather_single(self.stack, self.mine, async_op=True)
 
     def wait(self) -> None:
         if self.in_flight:
@@ -599,10 +571,10 @@ class Share:
         self.in_flight = None
 
 
-def lr_factor(progress: float, cooldown_frac: float, final: float) -> float:
-    """What every learning rate is multiplied by: 1, then over the cooldown, in a straight line, down to `final`."""
-    left = min(1.0, (1 - progress) / cooldown_frac) if cooldown_frac else 1.0
-    return left + (1 - left) * final
+def lr_factor(step: int, s: Settings) -> float:
+    """What every learning rate is multiplied by: 1, then over the cooldown, in a straight line, down to `final_lr`."""
+    left = min(1.0, (1 - step / s.num_iterations) / s.cooldown_frac) if s.cooldown_frac else 1.0
+    return left + (1 - left) * s.final_lr
 
 
 def window_in_blocks(progress: float, start: int, end: int) -> int:
@@ -610,9 +582,61 @@ def window_in_blocks(progress: float, start: int, end: int) -> int:
     return int((1 - progress) * start + progress * end) // BLOCK
 
 
-def muon_momentum(step: int, warmup: int, start: float, end: float) -> float:
-    part = min(step / warmup, 1) if warmup else 1
-    return (1 - part) * start + part * end
+def muon_momentum(step: int, s: Settings) -> float:  # it grows over the first steps
+    grown = min(step / s.momentum_warmup, 1) if s.momentum_warmup else 1
+    return s.momentum_start + grown * (s.momentum_end - s.momentum_start)
+
+
+def adam_update(weights, gradient, mean, square, rate, correction1, correction2, beta1, beta2, eps) -> None:
+    mean.lerp_(gradient, 1 - beta1)
+    square.lerp_(gradient.square(), 1 - beta2)
+    weights.sub_(rate * (mean / correction1) / ((square / correction2).sqrt() + eps))
+
+
+class Adam(Share):
+    def __init__(self, name, params, world: World, s: Settings, lr: float, betas, eps: float, split=True):
+        super().__init__(name, params, world, split)
+        self.lr, self.betas, self.eps = lr, betas, eps
+        self.state = dict(mean=torch.zeros_like(self.mine), square=torch.zeros_like(self.mine))
+        self.compute = torch.compile(adam_update, dynamic=False) if s.compile else adam_update
+
+    def update(self, step: int, factor: float) -> None:
+        numbers = torch.tensor([self.lr * factor, *(1 - beta ** (step + 1) for beta in self.betas)])
+        self.compute(self.mine, self.gradient, *self.state.values(), *numbers, *self.betas, self.eps)
+
+
+def newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """Matrices with the same singular vectors and every singular value near 1: between 0.7 and 1.2, which is enough.
+
+    The coefficients let small ones grow as fast as possible (Keller Jordan, https://kellerjordan.github.io/posts/muon).
+    For matrices with no more rows than columns.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # now no singular value is above 1
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b gram + c gram²) x
+    return x
+
+
+def muon_update(weights, gradient, momentum, rates, lr, beta, ns_steps, dtype) -> None:
+    """Nesterov momentum, orthogonalized by Newton-Schulz: Muon."""
+    momentum.lerp_(gradient, 1 - beta)
+    update = newton_schulz(gradient.lerp(momentum, beta).to(dtype), ns_steps).float()
+    weights.sub_(update * (lr * rates))
+
+
+class Muon(Share):  # the matrices of one kind of layer, as one batch
+    def __init__(self, name: str, layers: list[nn.Module], world: World, s: Settings):
+        super().__init__(name, [layer.weights for layer in layers], world)
+        rates = torch.tensor([rate for layer in layers for rate in layer.rates], device=world.device)
+        self.s, self.dtype, self.rates = s, getattr(torch, s.dtype), self.part(self.padded([rates]))[:, None, None]
+        self.state = dict(momentum=torch.zeros_like(self.mine))
+        self.compute = torch.compile(muon_update, dynamic=False) if s.compile else muon_update
+
+    def update(self, step: int, factor: float) -> None:
+        numbers = torch.tensor([self.s.muon_lr * factor, muon_momentum(step, self.s)])
+        self.compute(self.mine, self.gradient, *self.state.values(), self.rates, *numbers, self.s.ns_steps, self.dtype)
 
 
 # ---- The step: forward and backward pass, update, validation, kernel warm-up -----------------------------------------
@@ -634,29 +658,20 @@ class Trainer:
         self.model = GPT(s, use_flex=s.compile and world.on_gpu).to(world.device)
         options = None if world.on_gpu else dict(cpp_wrapper=True)  # on a CPU: let threads run at the same time
         self.loss = torch.compile(self.model, dynamic=False, options=options) if s.compile else self.model
-        self.params = named = dict(self.model.named_parameters())
-        tables = [Share(name, [p], world) for name, p in named.items() if "embedding." in name]  # not embedding_mix
-        head = Share("head", [self.model.head.weight], world)
-        gates = Share("gates", [p for name, p in named.items() if name.endswith("gate")], world, split=False)
-        scalars = Share("scalars", [p for p in named.values() if p.ndim == 1], world, split=False)
-        groups = [
-            dict(params=[table.mine for table in tables], lr=s.embedding_lr),
-            dict(params=[head.mine], lr=s.head_lr),
-            dict(params=[gates.mine], lr=s.gate_lr, betas=(0.9, 0.99)),
-            dict(params=[scalars.mine], lr=s.scalar_lr, eps=s.scalar_eps),
+        self.params = dict(self.model.named_parameters())
+        tables = {name: p for name, p in self.params.items() if "embedding." in name}  # not embedding_mix
+        gates = [p for name, p in self.params.items() if name.endswith("gate")]
+        scalars = [p for p in self.params.values() if p.ndim == 1]
+        betas, eps = (s.adam_beta1, s.adam_beta2), s.adam_eps
+        self.shares = [
+            *(Adam(name, [p], world, s, s.embedding_lr, betas, eps) for name, p in tables.items()),
+            Adam("head", [self.model.head.weight], world, s, s.head_lr, betas, eps),
+            Adam("gates", gates, world, s, s.gate_lr, (0.9, 0.99), eps, split=False),
+            Adam("scalars", scalars, world, s, s.scalar_lr, betas, s.scalar_eps, split=False),
+            Muon("attention", [block.attention for block in self.model.blocks if block.attention], world, s),
+            Muon("mlp", [block.mlp for block in self.model.blocks], world, s),
         ]
-        adam = torch.optim.Adam(groups, betas=(s.adam_beta1, s.adam_beta2), eps=s.adam_eps, fused=True)
-        self.optimizers = [(adam, [*tables, head, gates, scalars])]
-        orthogonalize = torch.compile(newton_schulz, dynamic=False) if s.compile else newton_schulz
-        for name in ("attention", "mlp"):
-            layers = [layer for block in self.model.blocks if (layer := getattr(block, name)) is not None]
-            share = Share(name, [layer.weights for layer in layers], world)
-            rates = torch.tensor([rate for layer in layers for rate in layer.rates], device=world.device)
-            muon = Muon(share.mine, share.part(share.padded([rates])), s, orthogonalize)
-            self.optimizers.append((muon, [share]))
-        self.shares = [share for _, shares in self.optimizers for share in shares]
-        self.groups = [group for optimizer, _ in self.optimizers for group in optimizer.param_groups]
-        self.full_rates = [group["lr"] for group in self.groups]
+        assert sum(len(share.params) for share in self.shares) == len(self.params), "a parameter has no optimizer"
         self.window_blocks = torch.zeros((), dtype=torch.int32, device=world.device)
         self.side_stream = torch.cuda.Stream() if world.on_gpu else None
         self.map, cores, sequences = map, torch.get_num_threads(), math.ceil(s.batch_sequences / world.size)
@@ -693,30 +708,18 @@ class Trainer:
             raise UserError(f"the loss of step {step + 1} is {total}: lower the learning rates, or resume earlier", 1)
         return total / (self.s.batch_sequences * self.s.sequence_length), stopping > 0
 
+    @torch.no_grad()
     def update(self, step: int) -> None:
-        """One step of the optimizers at this step's learning rates and momentum. After the backward pass, all gradients
-        are on their way before the first update, and Adam's parameters are gathered while Muon computes."""
-        factor = lr_factor(step / self.s.num_iterations, self.s.cooldown_frac, self.s.final_lr)
-        momentum = muon_momentum(step, self.s.momentum_warmup, self.s.momentum_start, self.s.momentum_end)
-        for group, full_rate in zip(self.groups, self.full_rates, strict=True):
-            group.update(lr=full_rate * factor, momentum=momentum)  # momentum: of use to Muon only
+        """Update the shares. All sums over processes start before the first update, and the tables are gathered beside
+        Muon."""
+        factor = lr_factor(step, self.s)
         for share in self.shares:
-            share.start_reduce()
-        run, order = (map, self.optimizers) if self.world.size > 1 else (self.map, self.optimizers[::-1])
-        list(run(self.finish, order))  # in threads the longest first
+            share.take_gradient()  # in one order on all processes
+        run, order = (map, self.shares) if self.world.size > 1 else (self.map, self.shares[::-1])  # the longest first
+        list(run(lambda share: share.finish(step, factor), order))
         for share in self.shares:
             share.wait()
         self.model.zero_grad()
-
-    def finish(self, optimizer_and_shares: tuple[torch.optim.Optimizer, list[Share]]) -> None:
-        """Update this process's part of these shares and start to gather the others'."""
-        optimizer, shares = optimizer_and_shares
-        for share in shares:
-            share.wait()
-        optimizer.step()
-        optimizer.zero_grad()
-        for share in shares:
-            share.start_gather()
 
     @torch.no_grad()
     def validation_loss(self, sequence: tuple[Tensor, Tensor]) -> Tensor:
@@ -744,33 +747,29 @@ class Trainer:
             tokens = torch.randint(self.s.vocab_size, (self.s.val_sequence_length,), generator=random)
             list(self.map(self.validation_loss, [(tokens.to(torch.int32), tokens)]))
         self.model.load_state_dict(weights)
-        for _, _, value in self.optimizer_state():
-            value.zero_()
+        for share in self.shares:
+            torch._foreach_zero_(list(share.state.values()))
         if self.world.on_gpu:
             torch.cuda.synchronize()  # before the clock starts
 
-    def optimizer_state(self) -> Iterator[tuple[str, Share, Tensor]]:
-        """What the optimizers keep: its name, the share that it belongs to, and this process's part of it."""
-        for optimizer, shares in self.optimizers:
-            for share in shares:
-                for key, value in optimizer.state[share.mine].items():
-                    yield f"{share.name}.{key}", share, value
-
     def state(self) -> dict:
         """All that the next step depends on, for any number of processes; every process must take part."""
-        whole = {name: share.whole(value) if value.ndim else value for name, share, value in self.optimizer_state()}
-        return dict(model=self.model.state_dict(), optimizers=whole)
+        state = dict(model=self.model.state_dict(), optimizers={})
+        for share in self.shares:
+            for key, value in share.state.items():
+                state["optimizers"][f"{share.name}.{key}"] = share.gather(value)[: share.rows]
+        return state
 
-    def load_state(self, saved: dict) -> None:  # after warm_up: before its first step Adam has no state to load into
+    def load_state(self, saved: dict) -> None:
         for part, tensors in self.state().items():
             for name in tensors | saved[part]:
                 new, old = (x.get(name, torch.empty(0)) for x in (tensors, saved[part]))
                 if (new.shape, new.dtype) != (old.shape, old.dtype):
                     raise UserError(f"the checkpoint's {part} {name} does not fit this model")
         self.model.load_state_dict(saved["model"])
-        for name, share, value in self.optimizer_state():
-            old = saved["optimizers"][name]
-            value.copy_(share.part(share.padded([old])) if value.ndim else old)
+        for share in self.shares:
+            for key, value in share.state.items():
+                value.copy_(share.part(share.padded([saved["optimizers"][f"{share.name}.{key}"]])))
 
 
 # ---- The record of the run: clock, log, checkpoints ------------------------------------------------------------------
