@@ -56,7 +56,8 @@ def test_nothing_is_used_before_it_is_defined():
     """Of the file's own names, where a definition's body or a later line of the file needs them to be read."""
     defined = {}
     for node in TREE.body:
-        for name in [node.name] if hasattr(node, "name") else [x.id for x in getattr(node, "targets", [])]:
+        targets = [x.id for target in getattr(node, "targets", []) for x in ast.walk(target) if isinstance(x, ast.Name)]
+        for name in [node.name] if hasattr(node, "name") else targets:
             defined[name] = node.lineno
     used = [(x.id, x.lineno) for x in ast.walk(TREE) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)]
     assert len(defined) > 30
