@@ -353,8 +353,9 @@ def test_the_norm_of_nothing_is_nothing():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="heaps of threads are glibc's")
 def test_a_thread_that_is_prepared_touches_its_memory_once_and_not_in_every_step():
-    """50 MiB of a thread fill one heap, and 50 more come and go six times in the next, which is then empty each time.
-    Counted are the page faults after the first time."""
+    """50 MiB of a thread fill one heap, and 50 more come and go 13 times in the next, which is then empty each time.
+    Counted are the page faults after the first time: 12,800 each for seven or more of 12. Prepared, a thread has them
+    at most once, as it may settle in another of its heaps."""
     code = """if True:
         import importlib.util, resource, sys, threading, torch
         spec = importlib.util.spec_from_file_location("script", sys.argv[1])
@@ -365,7 +366,7 @@ def test_a_thread_that_is_prepared_touches_its_memory_once_and_not_in_every_step
             if prepare:
                 script.prepare_thread(1, kept)
             stays = torch.ones(50 << 20, dtype=torch.uint8)
-            for step in range(7):
+            for step in range(13):
                 if step == 1:
                     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
                 comes_and_goes = torch.ones(50 << 20, dtype=torch.uint8)
@@ -383,7 +384,7 @@ def test_a_thread_that_is_prepared_touches_its_memory_once_and_not_in_every_step
     keep = dict(MALLOC_MMAP_THRESHOLD_="1073741824", MALLOC_TRIM_THRESHOLD_="4294967296", OMP_NUM_THREADS="1")
     found = subprocess.run([sys.executable, "-c", code, SCRIPT], env=os.environ | keep, capture_output=True, text=True)
     without, prepared = map(int, found.stdout.split())
-    assert without > 25_000 and prepared < without / 20, found
+    assert without > 50_000 and prepared < 14_000, found
 
 
 # ---- Key offset, smear, skip, backout --------------------------------------------------------------------------------
